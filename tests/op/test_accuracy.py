@@ -88,15 +88,16 @@ def test_joins_the_lm_loss(schedules, told):
     assert told == []
 
 
-def test_each_token_counts_by_its_weight(schedules):
-    mask = torch.full((B, S), 0.25)
-    assert calc_loss(schedules, head(mask=mask), lm_loss(mask))[KEY].tolist() == [1.25, 2.5]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.float32])
-def test_counts_are_fp32_whatever_the_mask_is(schedules, dtype):
-    reported = calc_loss(schedules, head(mask=MASK.to(dtype)))
-    assert reported[KEY].tolist() == [3.0, 8.0] and reported[KEY].dtype == torch.float32
+@pytest.mark.parametrize(
+    ("mask", "expected"),
+    [
+        (torch.full((B, S), 0.25), [1.25, 2.5]),  # each token counts by its weight
+        *((MASK.to(dtype), [3.0, 8.0]) for dtype in (torch.bfloat16, torch.float64, torch.float32)),
+    ],
+)
+def test_counts_are_fp32_whatever_the_mask_is(schedules, mask, expected):
+    reported = calc_loss(schedules, head(mask=mask), lm_loss(mask))
+    assert reported[KEY].tolist() == expected and reported[KEY].dtype == torch.float32
 
 
 def test_ignored_labels_do_not_count(schedules):
@@ -182,10 +183,7 @@ def test_another_count_than_the_masks_is_nan(schedules, by):
     ("outputs", "words"),
     [
         # Averaged already, as older loss functions report; a pair that is no tensor.
-        (
-            (0.0, {"lm loss": torch.tensor(2.0)}),
-            "does not report its 'lm loss' as a sum and a count",
-        ),
+        ((0.0, {"lm loss": torch.tensor(2.0)}), "does not report its 'lm loss' as a sum and a count"),
         ((0.0, 1, {"lm loss": (torch.ones(1), torch.ones(1))}), "as a sum and a count"),
         ((0.0, 1, {"avg": torch.ones(2)}), "as a sum and a count"),
         ((0.0, 1, [torch.ones(2)]), "returns no dict of what it reports"),

@@ -13,79 +13,118 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron_fused_ce import FusedCEConfig, call, fused_linear_cross_entropy, parallel, promise
+from megatron_fused_ce import FusedCEConfig, call, parallel, promise
 from megatron_fused_ce.call import Call
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.promise import BROKEN, KEPT, NOT_FINITE, Head, fit_scalar
 from megatron_fused_ce.rl import masked_token_log_probs
-from megatron_fused_ce.scripts.lib.reference import make_inputs
-from tests.support.op import EXP_DTYPE, HAS_EXP, STRATEGIES, promises
+from megatron_fused_ce.scripts.lib.reference import HeadInputs, make_inputs
+from tests.support.op import EXP_DTYPE, HAS_EXP, STRATEGIES, captured, promises, run
 from tests.support.problems import open_main_grad, same_bits
 
 ROOT = Path(__file__).resolve().parents[2]
-MILLION = 1_000_000
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 #: What a broken promise is told with.
 is_told = partial(pytest.warns, UserWarning, match="is not a scalar times the token weights")
 
 
-def mask(num_tokens: int = 4096, device: str = "cpu") -> torch.Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return (torch.rand(num_tokens, generator=generator) < 0.7).float().to(device)
+def mask(num_tokens: int = 4096) -> torch.Tensor:
+    return (torch.rand(num_tokens, generator=torch.Generator().manual_seed(0)) < 0.7).float()
 
 
-def fractions(num_tokens: int = 4096) -> torch.Tensor:
-    return torch.randn(num_tokens, generator=torch.Generator().manual_seed(1))
+MASK, NOTHING = mask(), torch.zeros(4096)
+FRACTIONS = torch.randn(4096, generator=torch.Generator().manual_seed(1))
+SMALL = torch.tensor([1.0, 1e-9, 1e-20])
+NOT_NUMBERS = (math.inf, -math.inf, math.nan)
+
+
+def at(tensor: torch.Tensor, token: int, value: float) -> torch.Tensor:
+    return tensor.index_fill(0, torch.tensor(token), value)
 
 
 @pytest.mark.parametrize("c", [1.0, -3.0, 1 / 3, 65536 * 0.77, 2.0**-30 / 7, 1e-30])
-@pytest.mark.parametrize(
-    "weights",
-    [mask(), fractions(), torch.tensor([1.0, -1.0, 2.0, -2.0])],
-    ids=["mask", "fractions", "sum of 0"],
-)
+@pytest.mark.parametrize("weights", [MASK, FRACTIONS, torch.tensor([1.0, -1.0, 2.0, -2.0])], ids=str)
 def test_a_scalar_times_the_weights_fits(weights, c):
     scale, found = fit_scalar(weights * c, weights)
     assert found == KEPT and scale.dtype == torch.float32 and scale.shape == ()
     assert float(scale) == pytest.approx(c, rel=2e-7, abs=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_weights_of_other_dtypes(dtype):
-    weights = fractions().to(dtype)
-    scale, found = fit_scalar(weights.float() * 0.1, weights)
-    assert found == KEPT and float(scale) == pytest.approx(0.1, rel=2e-7)
+FITS = {
+    **{
+        f"weights in {dtype}": (FRACTIONS.to(dtype).float() * 0.1, FRACTIONS.to(dtype), KEPT, 0.1)
+        for dtype in (torch.float64, torch.bfloat16, torch.float16)
+    },
+    # An all-masked micro-batch is legal without a gradient only.
+    "nothing of nothing": (NOTHING, NOTHING, KEPT, 0.0),
+    "nothing of a mask": (NOTHING, MASK, KEPT, 0.0),
+    "no token": (torch.empty(0), torch.empty(0), KEPT, 0.0),
+    "something of nothing": (at(NOTHING, 7, 1e-20), NOTHING, BROKEN, 0.0),
+    # Small weights are compared on their own scale.
+    **{
+        f"1e-4 off at {token}": (at(SMALL * 0.3, token, SMALL[token] * 0.30003), SMALL, BROKEN, None)
+        for token in range(3)
+    },
+    # As 1 over the length of an empty sequence; the upstream gradient is finite, or 0.
+    **{f"a weight {bad}": (MASK, at(MASK, 3, bad), BROKEN, None) for bad in NOT_NUMBERS},
+    **{f"a weight {bad}, no gradient": (NOTHING, at(MASK, 3, bad), BROKEN, None) for bad in NOT_NUMBERS},
+    # The loss scale has overflowed: the loss is what was promised, but the gradients are not.
+    **{
+        f"{how} {bad}, {int(weights.sum())} tokens": (g, weights, NOT_FINITE, math.nan)
+        for bad in NOT_NUMBERS
+        for weights in (MASK, NOTHING)
+        for how, g in (("all", weights * bad), ("one", at(weights, 3, bad)))
+    },
+    "a scalar beyond fp32": (1e38 * torch.ones(3), torch.full((3,), 1e-5), NOT_FINITE, math.nan),
+}
 
 
-def upstream(make_loss, weights) -> torch.Tensor:
-    losses = torch.ones_like(weights, requires_grad=True)
-    make_loss(losses).backward()
-    return losses.grad
+@pytest.mark.parametrize("name", FITS)
+def test_what_fits(name):
+    g, weights, expected, c = FITS[name]
+    scale, found = fit_scalar(g, weights)
+    assert found == expected
+    assert c is None or float(scale) == pytest.approx(c, rel=2e-7, abs=0, nan_ok=True)
 
 
-@pytest.mark.parametrize("loss_scale", [1.0, 2.0**32, 2.0**-14 / 3])
-def test_megatrons_arithmetic_fits(loss_scale):
+def test_shapes_must_agree():
+    with pytest.raises(ValueError, match=r"\(4, 1\) and token_weights \(4,\)"):
+        fit_scalar(torch.ones(4, 1), torch.ones(4))
+
+
+LENGTHS = torch.randint(1, 4000, (4096,), generator=torch.Generator().manual_seed(2)).float()
+
+
+def of_megatron(weights, loss_scale):
     """pretrain_gpt's loss_func, the schedule's division and the loss scale, in Megatron's order."""
-    for weights in (mask(), mask().bfloat16(), fractions()):
-
-        def make_loss(losses, weights=weights):
-            loss = torch.sum(losses.view(-1).float() * weights.view(-1).float())
-            loss = loss / torch.clamp(weights.sum().int(), min=1) / 7
-            return loss * loss_scale
-
-        g = upstream(make_loss, weights.float())
-        assert fit_scalar(g, weights)[1] == KEPT
-
-
-def test_the_same_weights_in_another_order_of_rounding_fit():
-    lengths = torch.randint(1, 4000, (4096,), generator=torch.Generator().manual_seed(2)).float()
-    weights = mask() / lengths * 1.7 / 3.0
 
     def make_loss(losses):
-        return (losses * 1.1 * mask() / 3.0 * 0.9 * (1.7 / lengths) / 1.3).sum()
+        loss = torch.sum(losses.view(-1).float() * weights.view(-1).float())
+        return loss / torch.clamp(weights.sum().int(), min=1) / 7 * loss_scale
 
-    assert fit_scalar(upstream(make_loss, weights), weights)[1] == KEPT
+    return make_loss, weights.float()
+
+
+@pytest.mark.parametrize(
+    ("make_loss", "weights"),
+    [
+        *(
+            of_megatron(w, c)
+            for w in (MASK, MASK.bfloat16(), FRACTIONS)
+            for c in (1.0, 2.0**32, 2.0**-14 / 3)
+        ),
+        # The same weights in another order of rounding.
+        (
+            lambda losses: (losses * 1.1 * MASK / 3.0 * 0.9 * (1.7 / LENGTHS) / 1.3).sum(),
+            MASK / LENGTHS * 1.7 / 3.0,
+        ),
+    ],
+)
+def test_arithmetic_of_losses_fits(make_loss, weights):
+    losses = torch.ones_like(weights, requires_grad=True)
+    make_loss(losses).backward()
+    assert fit_scalar(losses.grad, weights)[1] == KEPT
 
 
 @pytest.mark.parametrize(
@@ -102,7 +141,7 @@ def test_the_same_weights_in_another_order_of_rounding_fit():
     ids=["left out", "let in", "4e-6 off", "sign", "ten times", "all shifted", "no mask"],
 )
 def test_one_wrong_token_in_a_million_is_seen(spoil):
-    weights = mask(MILLION)
+    weights = mask(1_000_000)
     g = weights * 0.37
     assert fit_scalar(g, weights)[1] == KEPT
     spoil(g, weights)
@@ -111,55 +150,7 @@ def test_one_wrong_token_in_a_million_is_seen(spoil):
 
 def _one(weights: torch.Tensor) -> torch.Tensor:
     """1 at one token that counts, else 0."""
-    one = torch.zeros_like(weights)
-    one[weights.nonzero()[4321]] = 1.0
-    return one
-
-
-def test_small_weights_are_compared_on_their_own_scale():
-    weights = torch.tensor([1.0, 1e-9, 1e-20])
-    for token in range(3):
-        g = weights * 0.3
-        g[token] *= 1.0001
-        assert fit_scalar(g, weights)[1] == BROKEN
-
-
-def test_no_upstream_fits_whatever_was_promised():
-    """An all-masked micro-batch is legal without a gradient only."""
-    masked = torch.zeros(2, 5)
-    for weights in (masked, mask(), torch.empty(0)):
-        c, found = fit_scalar(torch.zeros_like(weights), weights)
-        assert float(c) == 0.0 and found == KEPT
-    masked[1, 2] = 1e-20
-    assert fit_scalar(masked, torch.zeros(2, 5))[1] == BROKEN
-
-
-@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_weights_that_are_not_finite_promise_nothing(bad):
-    """As 1 over the length of an empty sequence; the upstream gradient is finite, or 0."""
-    weights = mask().index_fill(0, torch.tensor(3), bad)
-    for g in (mask(), torch.zeros(4096)):
-        assert fit_scalar(g, weights)[1] == BROKEN
-
-
-@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("weights", [mask(), torch.zeros(4096)], ids=["mask", "all masked"])
-def test_an_overflow_is_its_own_case(weights, bad):
-    """The loss scale has overflowed: the loss is what was promised, but the gradients are not."""
-    for g in (weights * bad, weights.index_fill(0, torch.tensor(3), bad)):
-        assert not torch.isfinite(g).all()
-        c, found = fit_scalar(g, weights)
-        assert math.isnan(c) and found == NOT_FINITE
-
-
-def test_a_scalar_beyond_fp32():
-    c, found = fit_scalar(1e38 * torch.ones(3), torch.full((3,), 1e-5))
-    assert math.isnan(c) and found == NOT_FINITE
-
-
-def test_shapes_must_agree():
-    with pytest.raises(ValueError, match=r"\(4, 1\) and token_weights \(4,\)"):
-        fit_scalar(torch.ones(4, 1), torch.ones(4))
+    return at(torch.zeros_like(weights), int(weights.nonzero()[4321]), 1.0)
 
 
 # --- a head whose promise is kept or broken -------------------------------------------------------
@@ -177,14 +168,17 @@ class Micro:
         self.mask = (torch.rand(2, 12, generator=generator) < 0.7).float().to(device)
         self.main_grad, self.options = main_grad, options
 
-    def losses(self, strategy, hidden=None):
-        opened = {}
+    def evaluate(self, strategy, hidden=None, **call):
         if self.main_grad is not None:
-            opened["open_grad_weight"] = partial(open_main_grad, self.main_grad)
-        return linear_cross_entropy(Call(
-            self.hidden if hidden is None else hidden, self.weight, self.labels, token_weights=self.mask,
-            config=FusedCEConfig(strategy=strategy, num_chunks=3, **self.options), **opened,
-        )).loss  # fmt: skip
+            call["open_grad_weight"] = partial(open_main_grad, self.main_grad)
+        operands = self.hidden if hidden is None else hidden, self.weight
+        config = FusedCEConfig(strategy=strategy, num_chunks=3, **self.options)
+        return linear_cross_entropy(
+            Call(*operands, self.labels, token_weights=self.mask, config=config, **call)
+        )
+
+    def losses(self, strategy, hidden=None, **call):
+        return self.evaluate(strategy, hidden, **call).loss
 
     def gradients(self, strategy, make_loss, **backward):
         """Of ``make_loss(losses, mask)``, added to what ``main_grad`` holds."""
@@ -291,17 +285,12 @@ def test_a_broken_promise_of_the_scaled_exp_gemm(options, device):
     """Its forward has E and row scales, the recomputation neither."""
     sizes = {"s": 24, "b": 2, "hidden_size": 16, "vocab": 264}
     inputs = make_inputs("odd-labels", **sizes, dtype=EXP_DTYPE, device=device)
-    made = {}
+    made = []
     for strategy in ("recompute", "grad_in_forward"):
-        hidden, weight = inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
         config = FusedCEConfig(strategy, num_chunks=2, logits_backend="scaled_exp", **OPTIONS[options])
-        head = linear_cross_entropy(
-            Call(hidden, weight, inputs.labels, token_weights=inputs.grad_loss.square(), config=config)
-        )
         with promises(0, int(strategy == "grad_in_forward")), warnings.catch_warnings(action="ignore"):
-            head.loss.backward(inputs.grad_loss)
-        made[strategy] = [hidden.grad, weight.grad]
-    assert_same(*made.values())
+            made.append(run(inputs, config, token_weights=inputs.grad_loss.square()))
+    assert_same(*made)
 
 
 @pytest.mark.parametrize("loss", OVERFLOWS)
@@ -338,18 +327,11 @@ def test_one_gradient_alone(wanted, loss, device):
     make_loss, kept = {**KEPT_LOSSES, **BROKEN_LOSSES}[loss], loss in KEPT_LOSSES
     expected = dict(zip(("hidden", "weight"), Micro(device).gradients("recompute", make_loss), strict=True))
     for frozen in (True, False):
-        promise_of_its_own = Micro(device)
-        getattr(promise_of_its_own, {"hidden": "weight", "weight": "hidden"}[wanted]).requires_grad_(
-            not frozen
-        )
-        made = linear_cross_entropy(Call(
-            promise_of_its_own.hidden, promise_of_its_own.weight, promise_of_its_own.labels,
-            token_weights=promise_of_its_own.mask, head=Head("a head of its own"),
-            config=FusedCEConfig(strategy="grad_in_forward", num_chunks=3),
-        )).loss  # fmt: skip
-        loss_of_it = make_loss(made, promise_of_its_own.mask)
+        micro = Micro(device)
+        (micro.weight if wanted == "hidden" else micro.hidden).requires_grad_(not frozen)
+        loss_of_it = make_loss(micro.losses("grad_in_forward", head=Head("a head of its own")), micro.mask)
         with promises(kept=int(kept), remade=int(not kept)), warnings.catch_warnings(action="ignore"):
-            (got,) = torch.autograd.grad(loss_of_it, [getattr(promise_of_its_own, wanted)])
+            (got,) = torch.autograd.grad(loss_of_it, [getattr(micro, wanted)])
         torch.testing.assert_close(got, expected[wanted], rtol=2e-6, atol=2e-6)
 
 
@@ -362,14 +344,12 @@ def test_a_second_backward_is_a_recomputation(device):
     expected = torch.autograd.grad(promised(micro.losses("recompute"), micro.mask), operands)
     for one, other in zip(made[0], expected, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-6, atol=2e-6)
-    assert_same(made[1], expected)
-    assert_same(made[2], expected)
+    assert_same(made[1] + made[2], expected + expected)
 
 
 def test_of_two_micro_batches_the_second_is_broken(device):
     """The first one's gradient is in ``main_grad`` by then, and both forwards came before."""
-    main_grad = torch.zeros(20, 8, device=device)
-    total = torch.zeros(20, 8, device=device)
+    main_grad, total = torch.zeros(2, 20, 8, device=device)
     micros = [Micro(device, main_grad=main_grad, seed=seed) for seed in (3, 4)]
     losses = [micro.losses("grad_in_forward") for micro in micros]
     with promises(kept=1, remade=1), is_told():
@@ -387,14 +367,7 @@ def test_it_is_told_once_for_each_head(device):
     micro = Micro(device)
 
     def step(head, make_loss):
-        made = linear_cross_entropy(Call(
-            micro.hidden, micro.weight, micro.labels, token_weights=micro.mask, head=head,
-            config=FusedCEConfig(num_chunks=3, strategy="grad_in_forward"),
-        ))  # fmt: skip
-        waiting = linear_cross_entropy(Call(
-            micro.hidden, micro.weight, micro.labels, token_weights=micro.mask, head=head,
-            config=FusedCEConfig(num_chunks=3, strategy="grad_in_forward"),
-        ))  # fmt: skip
+        made, waiting = (micro.evaluate("grad_in_forward", head=head) for _ in range(2))
         for loss in (made.loss, waiting.loss):
             make_loss(loss, micro.mask).backward()
         return made.plan.strategy
@@ -463,27 +436,19 @@ def test_a_spec_made_while_the_promise_broke_is_not_kept(device, monkeypatch):
         one_token_more(micro.losses("grad_in_forward"), micro.mask).backward()
 
 
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1)
+SGD, LBFGS = partial(torch.optim.SGD, lr=0.1), partial(torch.optim.LBFGS, lr=0.1, max_iter=4)
 
 
-OPTIMIZERS = {
-    "sgd": sgd,
-    "adam": torch.optim.Adam,
-    "lbfgs": lambda parameters: torch.optim.LBFGS(parameters, lr=0.1, max_iter=4),
-}
-
-
-@pytest.mark.parametrize("closure", [False, True], ids=["", "closure"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_training(name, closure, device):
+@pytest.mark.parametrize(
+    ("optimizer_of", "closure"),
+    [(SGD, False), (SGD, True), (torch.optim.Adam, False), (torch.optim.Adam, True), (LBFGS, True)],
+)
+def test_training(optimizer_of, closure, device):
     """Also where the backward runs inside the optimizer's step, as Lightning and LBFGS call it."""
-    if name == "lbfgs" and not closure:
-        pytest.skip("LBFGS needs one")
 
     def train(strategy):
         micro = Micro(device)
-        optimizer = OPTIMIZERS[name]([micro.hidden, micro.weight])
+        optimizer = optimizer_of([micro.hidden, micro.weight])
 
         def evaluate():
             optimizer.zero_grad()
@@ -521,13 +486,9 @@ def test_the_scalar_keeps_its_digits(device, logits_backend, dtype, c):
     weights = torch.ones(1, 256, device=device)
 
     def gradient(scalar):
-        x = hidden.to(device, dtype).requires_grad_()
-        loss = fused_linear_cross_entropy(
-            x, weight.to(device, dtype).requires_grad_(), labels, token_weights=weights,
-            config=FusedCEConfig(strategy="grad_in_forward", logits_backend=logits_backend),
-        )  # fmt: skip
-        loss.backward(scalar * weights)
-        return x.grad.double()
+        given = HeadInputs(hidden.to(device, dtype), weight.to(device, dtype), labels, scalar * weights)
+        config = FusedCEConfig(strategy="grad_in_forward", logits_backend=logits_backend)
+        return run(given, config, token_weights=weights).grad_hidden.double()
 
     # The entries' own rounding averages out, a wrong factor does not.
     with promises(kept=2):
@@ -723,14 +684,7 @@ def test_an_overflow_in_a_graph_leaves_nan():
     def iteration():
         (promised(micro.losses("grad_in_forward"), micro.mask) * scale).backward()
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        iteration()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        iteration()
+    graph, _ = captured(iteration)
     for overflows in (False, True, False):
         micro.main_grad.zero_()
         scale.fill_(math.inf if overflows else 1.0)

@@ -74,6 +74,21 @@ def test_loss_and_gradients(problem):
 DIFFERENTIABLE = ("log_prob", "lse", "entropy")
 
 
+def of_any_label(problem):
+    """``plain_outputs`` knows no ignored label."""
+    return replace(problem, main_grad="", config=replace(problem.config, ignore_index=None))
+
+
+def outputs_in(inputs, upstreams):
+    """Outputs and gradients by the definition."""
+
+    def evaluate(dtype, roundings):
+        made, grad_hidden, grad_weight = plain_outputs(inputs, upstreams, dtype, roundings)
+        return {**made._asdict(), "grad_hidden": grad_hidden, "grad_weight": grad_weight}
+
+    return evaluate
+
+
 @share(0.12)
 @given(
     problems(labels=("any", "one", "edges"), strategies=("store", "recompute", "auto")),
@@ -81,9 +96,7 @@ DIFFERENTIABLE = ("log_prob", "lse", "entropy")
 )
 def test_outputs_beside_the_loss(problem, names):
     """Values and gradients of any of them, each with upstream gradients of its own; what is predicted."""
-    problem = replace(
-        problem, main_grad="", temperature="", config=replace(problem.config, ignore_index=None)
-    )
+    problem = replace(of_any_label(problem), temperature="")
     tried("outputs beside the loss", problem)
     inputs = problem.inputs()
     if problem.config.true_vocab_size is not None:
@@ -95,14 +108,9 @@ def test_outputs_beside_the_loss(problem, names):
         made = fused_linear_token_outputs(*args, (*names, "predicted", "correct"), **options)
         return {name: getattr(made, name) for name in (*names, "predicted", "correct")}
 
-    def evaluate(dtype, roundings):
-        made, grad_hidden, grad_weight = plain_outputs(inputs, upstreams, dtype, roundings)
-        of_names = {name: getattr(made, name) for name in names}
-        return {**of_names, "grad_hidden": grad_hidden, "grad_weight": grad_weight}
-
     made = run(problem, head, upstreams, inputs=inputs)
     predicted, correct = made.pop("predicted"), made.pop("correct")
-    check(problem, made, evaluate)
+    check(problem, made, outputs_in(inputs, upstreams))
     z, resolution = logits_and_resolution(inputs)
     chosen = z.gather(-1, predicted.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     held = holds_logits(inputs)
@@ -130,7 +138,7 @@ OUTSIDE = DrawnProblem(
 @example(replace(OUTSIDE, temperature="per token"), "detached", True)
 def test_token_log_probs(problem, entropy, zero_unknown):
     """At any temperature, also of labels outside the vocabulary."""
-    problem = replace(problem, main_grad="", config=replace(problem.config, ignore_index=None))
+    problem = of_any_label(problem)
     tried("token_log_probs", problem)
     inputs = problem.inputs()
     names = ("log_prob", "entropy") if entropy == "differentiable" else ("log_prob",)
@@ -142,12 +150,10 @@ def test_token_log_probs(problem, entropy, zero_unknown):
         return {name: value for name, value in made._asdict().items() if value is not None}
 
     def evaluate(dtype, roundings):
-        made, grad_hidden, grad_weight = plain_outputs(inputs, upstreams, dtype, roundings)
+        made = outputs_in(inputs, upstreams)(dtype, roundings)
         num_classes = problem.config.true_vocab_size or problem.vocab
         known = (inputs.labels >= 0) & (inputs.labels < num_classes)
-        log_prob = torch.where(known, made.log_prob, 0.0) if zero_unknown else made.log_prob
-        per_token = {"log_prob": log_prob, "entropy": made.entropy}
-        return {**per_token, "grad_hidden": grad_hidden, "grad_weight": grad_weight}
+        return {**made, "log_prob": made["log_prob"].where(known | (not zero_unknown), 0.0)}
 
     check(problem, run(problem, head, upstreams, inputs=inputs), evaluate)
 
@@ -184,7 +190,7 @@ def random_mask(problem: DrawnProblem, kind: str):
 @example(replace(OUTSIDE, temperature="per token", flat=True), "detached", "with label", 512)
 def test_masked_token_log_probs(problem, entropy, kind, block_bytes):
     """Over kept ids alone; in blocks of a token and of all."""
-    problem = replace(problem, main_grad="", config=replace(problem.config, ignore_index=None))
+    problem = of_any_label(problem)
     tried("masked_token_log_probs", problem)
     kept, unfiltered, ids, offsets = random_mask(problem, kind)
     inputs = replace(problem.inputs(), kept=kept)
@@ -201,12 +207,8 @@ def test_masked_token_log_probs(problem, entropy, kind, block_bytes):
     def evaluate(dtype, roundings):
         # A label outside its set has no gradient.
         given = {**upstreams, "log_prob": torch.where(inside | unfiltered, upstreams["log_prob"], 0.0)}
-        made, grad_hidden, grad_weight = plain_outputs(inputs, given, dtype, roundings)
-        per_token = {
-            "log_prob": made.log_prob.where(inside | unfiltered, -torch.inf),
-            "entropy": made.entropy,
-        }
-        return {**per_token, "grad_hidden": grad_hidden, "grad_weight": grad_weight}
+        made = outputs_in(inputs, given)(dtype, roundings)
+        return {**made, "log_prob": made["log_prob"].where(inside | unfiltered, -torch.inf)}
 
     with patch.object(sampling_mask, "BLOCK_BYTES", block_bytes):
         made = run(problem, head, upstreams, inputs=inputs)

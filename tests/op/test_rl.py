@@ -10,7 +10,8 @@ import torch
 from megatron_fused_ce import FusedCEConfig, masked_tokens
 from megatron_fused_ce.rl import masked_token_log_probs, token_log_probs, unrounded
 from megatron_fused_ce.scripts.lib.reference import FLOOR, make_inputs, plain_outputs, relative_error
-from tests.support.op import RoundedFactors, gemm_flops
+from tests.support.losses import Loss, assert_within
+from tests.support.op import RoundedFactors, gemm_flops, leaves
 
 SIZES = {"s": 12, "b": 2, "hidden_size": 16, "vocab": 53}
 
@@ -19,8 +20,7 @@ def test_half_hidden_states_and_an_fp32_weight(device):
     """As SkyRL has them: the products are fp32, and each gradient has the dtype of its operand."""
     inputs = make_inputs("odd-labels", **SIZES, dtype=torch.float32, device=device)
     inputs = replace(inputs, hidden=inputs.hidden.bfloat16().float())
-    hidden = inputs.hidden.bfloat16().requires_grad_()
-    weight = inputs.weight.clone().requires_grad_()
+    hidden, weight = leaves(replace(inputs, hidden=inputs.hidden.bfloat16()))
     made = token_log_probs(hidden, weight, inputs.labels, config=FusedCEConfig(num_chunks=3))
     made.log_prob.backward(inputs.grad_loss)
     exact, grad_hidden, grad_weight = plain_outputs(inputs, {"log_prob": inputs.grad_loss}, torch.float64)
@@ -45,7 +45,7 @@ def test_skip_masked_leaves_ignored_tokens_out(device):
     skipping = replace(keeping, skip_masked=True)
     results = []
     for config in (skipping, keeping):
-        hidden, weight = inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
+        hidden, weight = leaves(inputs)
         made = token_log_probs(hidden, weight, inputs.labels, entropy="detached", config=config)
         made.log_prob.backward(inputs.grad_loss)  # an ignored label's has no gradient
         results.append((made, hidden.grad, weight.grad))
@@ -67,45 +67,34 @@ def test_tokens_outside_the_active_mask_cost_no_gemm(dtype, strategy, share, dev
     """Results 0 for them; the others' are those of the definition in fp64, and so are all gradients."""
     monkeypatch.setattr(masked_tokens, "ROUND_TO", 1)
     inputs = make_inputs("odd-labels", **SIZES, dtype=dtype, device=device)
-    temperature = inputs.grad_loss.abs() + 0.5
-    inputs = replace(inputs, temperature=temperature)
+    inputs = replace(inputs, temperature=inputs.grad_loss.abs() + 0.5)
     count = round(share * inputs.labels.numel())
     active = torch.zeros_like(inputs.labels, dtype=torch.bool)
     active.view(-1)[torch.randperm(active.numel(), generator=torch.Generator().manual_seed(3))[:count]] = True
     upstreams = {"log_prob": inputs.grad_loss, "entropy": inputs.grad_loss.roll(1, 1)}
     upstreams = {name: grad.masked_fill(~active, -0.0) for name, grad in upstreams.items()}
-    hidden, weight = inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
+    loss, (hidden, weight) = Loss(temperatures=True), leaves(inputs)
+    config = FusedCEConfig(strategy, num_chunks=3, logits_backend="gemm_rows")  # torch's GEMMs count
     with gemm_flops() as flops:
-        made = token_log_probs(
-            hidden,
-            weight,
-            inputs.labels,
-            temperature=temperature,
-            entropy="differentiable",
-            sum_p_squared=True,
-            active_mask=active,
-            config=FusedCEConfig(strategy, num_chunks=3, logits_backend="gemm_rows"),  # torch's GEMMs count
-        )
-        torch.autograd.backward([made.log_prob, made.entropy], list(upstreams.values()))
+        made = loss.ask(hidden, weight, inputs, active_mask=active, config=config)
+        torch.autograd.backward([made["log_prob"], made["entropy"]], list(upstreams.values()))
     num_gemms = 3 if strategy == "store" else 4
-    assert flops.get_total_flops() == num_gemms * 2 * count * inputs.weight.numel()
-    (exact, *true_grads), (eager, *eager_grads) = (
-        plain_outputs(inputs, upstreams, of) for of in (torch.float64, dtype)
-    )
-    for name in ("log_prob", "entropy", "sum_p_squared"):
-        ours, true, plain = (getattr(of, name).masked_fill(~active, 0.0) for of in (made, exact, eager))
-        assert not ours[~active].any()
-        assert relative_error(ours.detach(), true) <= max(FLOOR[dtype], 2 * relative_error(plain, true)), name
+    assert flops.get_total_flops() == num_gemms * 2 * count * weight.numel()
+    (exact, true), (eager, plain) = (loss.plain(inputs, upstreams, of) for of in (torch.float64, dtype))
+    for name, value in made.items():
+        assert not value[~active].any()
+        parts = (of.masked_fill(~active, 0.0) for of in (value.detach(), exact[name], eager[name]))
+        assert_within(name, *parts, dtype)
     assert not hidden.grad[~active.t()].any()
-    for ours, true, plain in zip((hidden.grad, weight.grad), true_grads, eager_grads, strict=True):
-        assert relative_error(ours, true) <= max(FLOOR[dtype], 2 * relative_error(plain, true))
+    for operand, *parts in zip((hidden, weight), true, plain, strict=True):
+        assert_within("a gradient", operand.grad, *parts, dtype)
 
 
 @pytest.mark.parametrize("name", ["log_prob", "entropy"])
 def test_an_upstream_gradient_outside_the_active_mask_raises(name, device):
     """It names the mask, and what to do; a NaN of a loss scale that overflowed gives NaN instead."""
     inputs = make_inputs("plain", **SIZES, dtype=torch.float32, device=device)
-    hidden, weight = inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
+    hidden, weight = leaves(inputs)
     active = torch.ones_like(inputs.labels, dtype=torch.bool)
     active[1, 3:5] = False
     made = token_log_probs(hidden, weight, inputs.labels, entropy="differentiable", active_mask=active)
@@ -143,50 +132,6 @@ def test_batch_first(device):
     rows = hidden.flatten(0, 1), inputs.weight, inputs.labels.flatten()
     packed = token_log_probs(*rows, batch_first=True).log_prob
     assert relative_error(packed.detach(), right.flatten()) < FLOOR[torch.float32]
-
-
-BAD = {
-    "skip_masked": (
-        {"config": FusedCEConfig(skip_masked=True)},
-        ValueError,
-        "leaves out the tokens labelled ignore_index, and config has none",
-    ),
-    "zero": ({"temperature": 0}, ValueError, "above 0 and finite"),
-    "nan": ({"temperature": float("nan")}, ValueError, "above 0 and finite"),
-    "words": ({"temperature": "1"}, TypeError, "expected a number"),
-    "one of many zero": ({"temperature": torch.tensor([1.0, 1.0, 0.0])}, ValueError, "not all above 0"),
-    "one of many inf": ({"temperature": torch.tensor([1.0, torch.inf, 1.0])}, ValueError, "not all above 0"),
-    "a scalar tensor": ({"temperature": torch.tensor(1.0)}, ValueError, "one a token"),
-    "whole numbers": ({"temperature": torch.tensor([1, 2, 3])}, TypeError, "expected floats"),
-    "entropy": ({"entropy": True}, ValueError, "choose one of none, detached"),
-    "a mask of numbers": ({"active_mask": torch.ones(3)}, ValueError, r"active_mask is torch.float32 \[3\]"),
-    "a mask of another shape": (
-        {"active_mask": torch.ones(1, 3, dtype=torch.bool)},
-        ValueError,
-        r"expected bool, one a token: \[3\]",
-    ),
-    "a mask of several labels": (
-        {"labels": torch.zeros(3, 2, dtype=torch.int64), "active_mask": torch.ones(3, 2, dtype=torch.bool)},
-        ValueError,
-        r"expected bool, one a token: \[3\]",
-    ),
-    "a mask that is none": ({"active_mask": [True]}, ValueError, "active_mask is list"),
-    "strategy": (
-        {"config": FusedCEConfig(strategy="grad_in_forward")},
-        ValueError,
-        "cannot know the upstream",
-    ),
-    "option": ({"strategy": "store"}, TypeError, "belongs to the config"),
-}
-
-
-@pytest.mark.parametrize("what", BAD)
-def test_bad_arguments(what, device):
-    given, error, words = BAD[what]
-    given = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in given.items()}
-    hidden = torch.ones(3, 4, device=device, requires_grad=True)
-    with pytest.raises(error, match=words):
-        token_log_probs(hidden, hidden, **{"labels": torch.arange(3, device=device), **given})
 
 
 def test_ignored_tokens_without_a_set(device):
@@ -241,7 +186,7 @@ def test_a_mask_in_fp16_at_a_low_temperature(per_token, device):
     """The scale that keeps fp16 gradients finite knows the temperature."""
     inputs = make_inputs("plain", **SIZES, dtype=torch.float16, device=device)
     inputs = replace(inputs, temperature=torch.full(inputs.labels.shape, 2.0**-9, device=device))
-    hidden, weight = inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
+    hidden, weight = leaves(inputs)
     mask = one_set_for_all(inputs.labels, *range(53))
     temperature = inputs.temperature if per_token else 2.0**-9
     made = masked_token_log_probs(hidden, weight, inputs.labels, *mask, temperature=temperature)
@@ -253,7 +198,7 @@ def test_a_mask_in_fp16_at_a_low_temperature(per_token, device):
 
 def test_a_mask_with_outputs_that_have_no_gradient(device):
     inputs = make_inputs("plain", **SIZES, dtype=torch.float32, device=device)
-    hidden, weight = inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
+    hidden, weight = leaves(inputs)
     mask = one_set_for_all(inputs.labels, *range(0, 53, 3))
     wanted = {"entropy": "detached", "sum_p_squared": True}
     made = masked_token_log_probs(hidden, weight, inputs.labels, *mask, **wanted)
@@ -268,7 +213,7 @@ def test_a_mask_with_the_entropy_of_the_vocabulary(entropy, device):
     mask = one_set_for_all(inputs.labels, *range(0, 53, 3))
     results = []
     for together in (True, False):
-        hidden, weight = inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
+        hidden, weight = leaves(inputs)
         wanted = {"entropy": entropy, "temperature": 0.7}
         if together:
             wanted["entropy_of"] = "vocabulary"
@@ -302,7 +247,7 @@ def test_an_ignored_token_without_a_set_has_no_entropy_of_the_vocabulary(skip_ma
     offsets = offsets.clamp(max=len(ids))
     config = FusedCEConfig(ignore_index=-100, skip_masked=skip_masked)
     wanted = {"entropy": "differentiable", "entropy_of": "vocabulary", "config": config}
-    hidden, weight = inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
+    hidden, weight = leaves(inputs)
     made = masked_token_log_probs(hidden, weight, labels, ids, offsets, **wanted)
     counts = (labels != -100) | (torch.arange(labels.numel(), device=device) < without).view(labels.shape)
     made.entropy.backward(inputs.grad_loss)
@@ -331,7 +276,7 @@ def test_a_mask_in_half_precision(dtype, upstream, smallest, device):
     offsets[1:] = kept.sum(-1).flatten().cumsum(0)
     ids = kept.flatten(0, 1).nonzero()[:, 1]
     inputs = replace(inputs, kept=kept)
-    hidden, weight = inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
+    hidden, weight = leaves(inputs)
     with torch.autocast(device.type, dtype):  # changes nothing
         made = masked_token_log_probs(hidden, weight, inputs.labels, ids, offsets)
     with RoundedFactors():

@@ -1,4 +1,5 @@
-"""Tokens without an upstream gradient left out of the backward's GEMMs, in one process."""
+"""Tokens without an upstream gradient left out of the backward's GEMMs; tests/op/test_losses.py has every
+loss so."""
 
 from __future__ import annotations
 
@@ -11,7 +12,6 @@ from megatron_fused_ce import (
     FusedCEConfig,
     TokenOutputs,
     fused_linear_distillation,
-    fused_linear_topk_distillation,
     masked_tokens,
     planner,
     zero_upstream,
@@ -20,26 +20,14 @@ from megatron_fused_ce.call import Call
 from megatron_fused_ce.host_copy import HostCopy
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.rl import token_log_probs
-from megatron_fused_ce.scripts.lib.reference import (
-    FLOOR,
-    HeadResult,
-    assert_within,
-    make_inputs,
-    make_teacher,
-    plain_distillation,
-    plain_head,
-    plain_outputs,
-    relative_error,
-    truth,
-)
+from megatron_fused_ce.scripts.lib.reference import FLOOR, make_inputs, plain_outputs, relative_error
 from tests.support.head import strategy_in_place
-from tests.support.op import EXP_DTYPE, gemm_flops
+from tests.support.losses import NUM_GEMMS
+from tests.support.op import EXP_DTYPE, captured, gemm_flops, leaves
 from tests.support.problems import open_main_grad
 
 SIZES = {"s": 23, "b": 3, "hidden_size": 48, "vocab": 331}
 STRATEGIES = ("store", "mixed", "recompute", "by columns")
-#: GEMMs of the backward.
-NUM_GEMMS = {"store": 2, "recompute": 3, "by columns": 3}
 
 
 @pytest.fixture(autouse=True)
@@ -59,8 +47,7 @@ def problem(share, device, dtype=torch.float32, kind="odd-labels", **changes):
 
 
 def outputs_of(inputs, names=("log_prob", "entropy"), **call):
-    hidden = inputs.hidden.clone().requires_grad_()
-    weight = inputs.weight.clone().requires_grad_()
+    hidden, weight = leaves(inputs)
     call = {"config": inputs.config, "outputs": names, "differentiable": names, **call}
     outputs = linear_cross_entropy(Call(hidden, weight, inputs.labels, **call)).outputs
     return TokenOutputs(**outputs), hidden, weight
@@ -71,86 +58,6 @@ def assert_exact(grads, inputs, upstreams, dtype):
     (_, *true), (_, *eager) = (plain_outputs(inputs, upstreams, of) for of in (torch.float64, dtype))
     for ours, right, plain in zip(grads, true, eager, strict=True):
         assert relative_error(ours, right) <= max(FLOOR[dtype], 2 * relative_error(plain, right))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.6, 1.0])
-def test_the_gradients_and_their_gemms(share, strategy, dtype, device):
-    """A token counts where either output has an upstream gradient for it. With the forward's GEMM there are
-    ``1 + 2 * share`` or ``1 + 3 * share``. A second backward has other upstreams."""
-    inputs, upstreams, counts = problem(share, device, dtype)
-    temperature = inputs.grad_loss.abs() + 0.5
-    with strategy_in_place(strategy) as named:
-        config = FusedCEConfig(
-            named, num_chunks=4, logits_backend="gemm_rows", true_vocab_size=300, skip_zero_upstream=True
-        )
-        inputs = replace(inputs, temperature=temperature, config=config)
-        made, hidden, weight = outputs_of(inputs, temperature=temperature)
-    for of_this in (upstreams, upstreams.roll(5, 1)):
-        hidden.grad = weight.grad = None
-        with gemm_flops() as flops:
-            torch.autograd.backward([made.log_prob, made.entropy], list(of_this), retain_graph=True)
-        of_one_token = 2 * inputs.weight.numel()
-        if strategy != "mixed":  # one chunk of four stored
-            assert flops.get_total_flops() == NUM_GEMMS[strategy] * int(counts.sum()) * of_one_token
-        by_name = dict(zip(("log_prob", "entropy"), of_this, strict=True))
-        assert_exact((hidden.grad, weight.grad), inputs, by_name, dtype)
-        idle = (of_this == 0).all(0).t()
-        assert not hidden.grad[idle].any() and not torch.signbit(hidden.grad[idle]).any()
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
-def test_the_scaled_exp_gemm(share, strategy, device):
-    """Its ``E``, of the loss alone: joined chunks where it lies in one matrix."""
-    inputs, upstreams, _ = problem(share, device, EXP_DTYPE, vocab=512)
-    inputs.grad_loss.copy_(upstreams[0])
-    counts = int((upstreams[0] != 0).sum())
-    with strategy_in_place(strategy) as named:
-        config = FusedCEConfig(named, num_chunks=4, logits_backend="scaled_exp", skip_zero_upstream=True)
-        made, hidden, weight = outputs_of(replace(inputs, config=config), ())
-    for _ in range(2):
-        hidden.grad = weight.grad = None
-        with gemm_flops() as flops:
-            made.loss.backward(inputs.grad_loss, retain_graph=True)
-        # Its own GEMM is none of torch's.
-        assert flops.get_total_flops() == 2 * counts * 2 * inputs.weight.numel()
-        result = HeadResult(made.loss.detach(), hidden.grad, weight.grad)
-        assert_within(result, truth(inputs), plain_head(inputs, EXP_DTYPE), EXP_DTYPE)
-
-
-@pytest.mark.parametrize(
-    "options", [{"z_loss": 1e-2}, {"label_smoothing": 0.1}, {"logit_softcap": 5.0}], ids=str
-)
-@pytest.mark.parametrize("strategy", STRATEGIES[:3])
-def test_options_of_the_loss_in_fp16(strategy, options, device):
-    """fp16 scales by the largest upstream gradient, and z-loss by its own factor."""
-    inputs, upstreams, _ = problem(0.3, device, torch.float16)
-    inputs.grad_loss.copy_(upstreams[0] * 1e-6)
-    with strategy_in_place(strategy) as named:
-        config = FusedCEConfig(named, num_chunks=3, ignore_index=-100, skip_zero_upstream=True, **options)
-        inputs = replace(inputs, config=config)
-        made, hidden, weight = outputs_of(inputs, ())
-    made.loss.backward(inputs.grad_loss)
-    result = HeadResult(made.loss.detach(), hidden.grad, weight.grad)
-    assert_within(result, truth(inputs), plain_head(inputs, torch.float16), torch.float16)
-
-
-@pytest.mark.parametrize("strategy", ["store", "recompute"])
-def test_a_teachers_targets(strategy, device):
-    inputs, upstreams, _ = problem(0.3, device)
-    inputs.grad_loss.copy_(upstreams[0])
-    ids, log_probs = make_teacher(inputs, 5)
-    hidden, weight = inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
-    config = FusedCEConfig(strategy, num_chunks=3, skip_zero_upstream=True)
-    loss = fused_linear_topk_distillation(hidden, weight, ids, log_probs, config=config)
-    with gemm_flops() as flops:
-        loss.backward(inputs.grad_loss)
-    counts = int((upstreams[0] != 0).sum())
-    assert flops.get_total_flops() == NUM_GEMMS[strategy] * counts * 2 * weight.numel()
-    true, plain = (plain_distillation(inputs, ids, log_probs, of) for of in (torch.float64, torch.float32))
-    assert_within(HeadResult(loss.detach(), hidden.grad, weight.grad), true, plain, torch.float32)
 
 
 @pytest.mark.parametrize("precision", ["auto", "activations"])
@@ -167,7 +74,7 @@ def test_several_labels_a_token(strategy, dtype, precision, device):
     of_entropy = upstreams[1].roll(1, 1)
     grads = []
     for skips in (False, True):
-        hidden, weight = inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
+        hidden, weight = leaves(inputs)
         with strategy_in_place(strategy) as named:
             config = FusedCEConfig(named, num_chunks=4, logit_precision=precision, skip_zero_upstream=skips)
             made = token_log_probs(hidden, weight, labels, entropy="differentiable", config=config)
@@ -189,17 +96,11 @@ def test_a_teacher_beside_the_student(strategy, divergence, device):
     teacher_hidden, teacher_weight = inputs.hidden[..., :24].flip(0), inputs.weight[:, :24].contiguous()
     made = []
     for skips in (False, True):
-        hidden, weight = inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
-        outputs = fused_linear_distillation(
-            hidden,
-            weight,
-            teacher_hidden,
-            teacher_weight,
-            divergence=divergence,
-            labels=inputs.labels,
-            label_weights=inputs.grad_loss,
-            config=FusedCEConfig(strategy, num_chunks=3, skip_zero_upstream=skips),
-        )
+        hidden, weight = leaves(inputs)
+        config = FusedCEConfig(strategy, num_chunks=3, skip_zero_upstream=skips)
+        options = {"labels": inputs.labels, "label_weights": inputs.grad_loss, "config": config}
+        given = hidden, weight, teacher_hidden, teacher_weight
+        outputs = fused_linear_distillation(*given, divergence=divergence, **options)
         with gemm_flops() as flops:
             outputs.loss.backward(upstreams[0])
         made.append((hidden.grad, weight.grad))
@@ -215,7 +116,7 @@ def test_a_teacher_beside_the_student(strategy, divergence, device):
 def test_in_a_graph(strategy):
     """Captured on all tokens, replayed on some: to the bit what a call without the option gives."""
     inputs, upstreams, _ = problem(0.3, "cuda", torch.bfloat16, vocab=328)
-    hidden, weight = inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
+    hidden, weight = leaves(inputs)
     upstream = inputs.grad_loss.clone()
 
     def iteration(skips):
@@ -223,18 +124,11 @@ def test_in_a_graph(strategy):
         config = FusedCEConfig(strategy, num_chunks=3, skip_zero_upstream=skips)
         token_log_probs(hidden, weight, inputs.labels, config=config).log_prob.backward(upstream)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        iteration(True)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        iteration(True)
-    captured = hidden.grad, weight.grad
+    graph, _ = captured(lambda: iteration(True))
+    of_graph = hidden.grad, weight.grad
     upstream.copy_(upstreams[0])
     graph.replay()
-    replayed = [grad.clone() for grad in captured]
+    replayed = [grad.clone() for grad in of_graph]
     iteration(False)
     for ours, expected in zip(replayed, (hidden.grad, weight.grad), strict=True):
         assert torch.equal(ours, expected)
@@ -281,8 +175,7 @@ def test_no_token_counts(dtype, strategy, device):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_one_of_the_gradients_alone(strategy, needs_grad, device):
     inputs, upstreams, _ = problem(0.4, device)
-    hidden = inputs.hidden.clone().requires_grad_(needs_grad[0])
-    weight = inputs.weight.clone().requires_grad_(needs_grad[1])
+    hidden, weight = leaves(inputs, needs_grad)
     with strategy_in_place(strategy) as named:
         config = FusedCEConfig(named, num_chunks=3, skip_zero_upstream=True)
         made = token_log_probs(hidden, weight, inputs.labels, config=config)
@@ -298,7 +191,7 @@ def test_beside_an_active_mask(strategy, device, monkeypatch):
     inputs, upstreams, counts = problem(0.3, device)
     active = counts | (torch.rand(counts.shape, generator=torch.Generator().manual_seed(1)).to(device) < 0.3)
     config = FusedCEConfig(strategy, num_chunks=3, skip_zero_upstream=True)
-    hidden, weight = inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
+    hidden, weight = leaves(inputs)
     with gemm_flops() as flops:
         made = token_log_probs(
             hidden, weight, inputs.labels, entropy="differentiable", active_mask=active, config=config
@@ -361,15 +254,11 @@ def test_grad_in_forward_is_refused(device, monkeypatch):
         FusedCEConfig("grad_in_forward", skip_zero_upstream=True)
     inputs = make_inputs("plain", **{**SIZES, "s": 128}, dtype=torch.float32, device=device)
     for skips in (False, True):
+        # On a GPU cuBLAS's workspaces alone are 64 MiB.
+        config = FusedCEConfig(memory_mb=1 if device.type == "cpu" else 66, skip_zero_upstream=skips)
+        operands = leaves(inputs, (True, False))
         head = linear_cross_entropy(
-            Call(
-                inputs.hidden.clone().requires_grad_(),
-                inputs.weight,
-                inputs.labels,
-                token_weights=inputs.grad_loss,
-                # On a GPU cuBLAS's workspaces alone are 64 MiB.
-                config=FusedCEConfig(memory_mb=1 if device.type == "cpu" else 66, skip_zero_upstream=skips),
-            )
+            Call(*operands, inputs.labels, token_weights=inputs.grad_loss, config=config)
         )
         assert (head.plan.strategy == "grad_in_forward") == (not skips)
 

@@ -46,6 +46,10 @@ class DistillationProblem:
     ignore_index: int | None = None
 
     @property
+    def operands(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.hidden, self.weight, self.teacher_hidden, self.teacher_weight
+
+    @property
     def options(self) -> dict[str, Any]:
         """Keyword arguments of the op, beside the config."""
         return {
@@ -75,13 +79,8 @@ def fused(problem: DistillationProblem, config: FusedCEConfig, **options: Any) -
     hidden, weight = problem.hidden.clone().requires_grad_(), problem.weight.clone().requires_grad_()
     if config.strategy == "grad_in_forward":
         options.setdefault("token_weights", problem.upstream / 1.5)
-    made = fused_linear_distillation(
-        hidden,
-        weight,
-        problem.teacher_hidden,
-        problem.teacher_weight,
-        **{**problem.options, "entropy": True, "config": config, **options},
-    )
+    options = {**problem.options, "entropy": True, "config": config, **options}
+    made = fused_linear_distillation(hidden, weight, *problem.operands[2:], **options)
     made.loss.backward(problem.upstream)
     return DistillationResult(_detached(made), hidden.grad, weight.grad)
 
@@ -116,8 +115,7 @@ def cancelling(problem: DistillationProblem) -> list[tuple[Tensor, Tensor]]:
 def _plain(
     problem: DistillationProblem, dtype: torch.dtype | None
 ) -> tuple[DistillationOutputs, Tensor, Tensor, tuple[Tensor, Tensor]]:
-    given = problem.hidden, problem.weight, problem.teacher_hidden, problem.teacher_weight
-    hidden, weight, *of_teacher = (x.detach().to(dtype or x.dtype) for x in given)
+    hidden, weight, *of_teacher = (x.detach().to(dtype or x.dtype) for x in problem.operands)
     hidden.requires_grad_()
     weight.requires_grad_()
     t, labels = problem.temperature, problem.labels.t()

@@ -1,17 +1,39 @@
-"""Losses as sums of terms: a table of them, their plain definitions, and one comparison with fp64."""
+"""A table of losses with their plain definitions, and one comparison of a head with fp64."""
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import dataclass
+import contextlib
+from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from megatron_fused_ce import FusedCEConfig, fused_linear_loss, losses
+from megatron_fused_ce import (
+    FusedCEConfig,
+    fused_linear_loss,
+    fused_linear_token_outputs,
+    fused_linear_topk_distillation,
+    losses,
+    masked_tokens,
+)
 from megatron_fused_ce.losses import Pull, Rows, Scaled, Sum, Term
-from megatron_fused_ce.scripts.lib.reference import FLOOR, HeadInputs, relative_error
+from megatron_fused_ce.losses.outputs import OUTPUTS, differentiable_of
+from megatron_fused_ce.rl import token_log_probs
+from megatron_fused_ce.scripts.lib.reference import (
+    FLOOR,
+    LOSS_OPTIONS,
+    HeadInputs,
+    make_inputs,
+    make_teacher,
+    plain_distillation,
+    plain_head,
+    plain_outputs,
+    relative_error,
+)
+from tests.support.head import strategy_in_place
+from tests.support.op import gemm_flops, leaves
 
 
 @dataclass(frozen=True)
@@ -60,7 +82,7 @@ class OddShapes(losses.Uniform):
 
 
 CE, ENTROPY = losses.CrossEntropy(), losses.Entropy()
-#: Name -> outputs, the loss first.
+#: Of fused_linear_loss: name -> outputs, the loss first.
 LOSSES: dict[str, dict[str, Term]] = {
     "plain": {"loss": CE},
     "z-loss": {"loss": CE + losses.ZLoss(1e-2), "p": losses.LogProb(), "entropy": ENTROPY},
@@ -106,56 +128,236 @@ def true_value(term: Term, z: Tensor, labels: Tensor) -> Tensor:
     return simple[type(term)](term)
 
 
-def _plain(inputs: HeadInputs, terms: dict[str, Term], upstreams: list[Tensor], dtype: torch.dtype) -> list:
-    """The outputs ``[b, s]`` and, of each set of upstream gradients, both gradients."""
-    hidden, weight = (x.to(dtype).requires_grad_() for x in (inputs.hidden, inputs.weight))
-    z = (hidden @ weight.t()).to(torch.promote_types(dtype, torch.float32)).flatten(0, 1)
+@dataclass(frozen=True)
+class Loss:
+    """How a head is asked for a loss and for outputs beside it, and their plain definition."""
+
+    options: dict[str, Any] = field(default_factory=dict)  # of FusedCEConfig
+    beside: tuple[str, ...] = ()  # of fused_linear_token_outputs
+    entries: int = 0  # of a teacher's targets, in the labels' place
+    terms: dict[str, Term] | None = None  # of fused_linear_loss
+    temperatures: bool = False  # one of each token: log-probability and entropy, of token_log_probs
+    differentiable: bool = True  # what is beside the loss
+
+    @property
+    def with_gradient(self) -> list[str]:
+        """Outputs that may have an upstream gradient."""
+        if self.terms is not None:
+            return [name for name, term in self.terms.items() if term.gives]
+        if self.temperatures:
+            return ["log_prob", "entropy"]
+        return ["loss", *(differentiable_of(self.beside) if self.differentiable else ())]
+
+    def ask(self, hidden: Tensor, weight: Tensor, inputs: HeadInputs, **call: Any) -> dict[str, Tensor]:
+        if self.terms is not None:
+            return fused_linear_loss(hidden, weight, inputs.labels, self.terms, **call)
+        if self.entries:
+            targets = make_teacher(inputs, self.entries)
+            return {"loss": fused_linear_topk_distillation(hidden, weight, *targets, **call)}
+        if self.temperatures:
+            call |= {"temperature": inputs.temperature, "entropy": "differentiable", "sum_p_squared": True}
+            return token_log_probs(hidden, weight, inputs.labels, **call)._asdict()
+        call["differentiable"] = self.differentiable
+        made = fused_linear_token_outputs(hidden, weight, inputs.labels, self.beside, **call)
+        assert {name for name in OUTPUTS if getattr(made, name) is not None} == set(self.beside)
+        assert all(getattr(made, name).requires_grad == (name in self.with_gradient) for name in self.beside)
+        return {name: getattr(made, name) for name in ("loss", *self.beside)}
+
+    def plain(
+        self, inputs: HeadInputs, upstreams: dict[str, Tensor], dtype: torch.dtype
+    ) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """Outputs ``[b, s]`` and both gradients, by autograd in ``dtype``."""
+        if self.terms is not None:
+            return _plain_terms(inputs, self.terms, upstreams, dtype)
+        nothing = torch.zeros_like(inputs.grad_loss)
+        inputs = replace(inputs, grad_loss=upstreams.get("loss", nothing))
+        if self.entries:
+            loss, *grads = plain_distillation(inputs, *make_teacher(inputs, self.entries), dtype)
+            return {"loss": loss}, grads
+        if self.temperatures:
+            made, *grads = plain_outputs(inputs, upstreams, dtype)
+            return {name: getattr(made, name) for name in ("log_prob", "entropy", "sum_p_squared")}, grads
+        loss, *grads = plain_head(inputs, dtype)
+        if not self.beside:
+            return {"loss": loss}, grads
+        of_others = {name: of for name, of in upstreams.items() if name != "loss"} or {"lse": nothing}
+        outputs, *others = plain_outputs(inputs, of_others, dtype)
+        summed = [one.double() + other for one, other in zip(grads, others, strict=True)]
+        return {"loss": loss, **{name: getattr(outputs, name) for name in self.beside}}, summed
+
+
+#: Every way to be asked for a loss.
+TABLE: dict[str, Loss] = {
+    "plain": Loss(),
+    **{name: Loss(options) for name, options in LOSS_OPTIONS.items()},
+    "every output": Loss(beside=tuple(OUTPUTS)),
+    "every output, fixed": Loss(beside=tuple(OUTPUTS), differentiable=False),
+    "entropy, softcap, fixed": Loss(LOSS_OPTIONS["softcap"], ("lse", "entropy"), differentiable=False),
+    "temperatures": Loss({"logit_softcap": 5.0, "true_vocab_size": 53}, temperatures=True),
+    "log_prob, softcap": Loss(LOSS_OPTIONS["softcap"], ("log_prob",)),
+    "lse, sum of p**2, padding": Loss(LOSS_OPTIONS["masked padding"], ("lse", "sum_p_squared")),
+    "entropy, padding": Loss(LOSS_OPTIONS["masked padding"], ("entropy",)),
+    "outputs, smoothing, z-loss": Loss(
+        {"label_smoothing": 0.1, "z_loss": 1e-2}, ("log_prob", "lse", "entropy", "sum_p_squared")
+    ),
+    "outputs, softcap": Loss(LOSS_OPTIONS["softcap"], ("lse", "entropy", "sum_p_squared", "predicted")),
+    "one entry": Loss(entries=1),
+    "5 entries": Loss(entries=5),
+    "64 entries, z-loss": Loss(LOSS_OPTIONS["z-loss"], entries=64),
+    "3 entries, softcap": Loss(LOSS_OPTIONS["softcap"], entries=3),
+    "5 entries, padding": Loss(LOSS_OPTIONS["masked padding"], entries=5),
+    **{f"terms: {name}": Loss(terms=terms) for name, terms in LOSSES.items() if name != "plain"},
+}
+
+
+def _plain_terms(
+    inputs: HeadInputs, terms: dict[str, Term], upstreams: dict[str, Tensor], dtype: torch.dtype
+) -> tuple[dict[str, Tensor], list[Tensor]]:
+    hidden, weight = (x.detach().to(dtype).requires_grad_() for x in (inputs.hidden, inputs.weight))
+    parts = [part @ weight.t() for part in hidden.chunk(inputs.gemms)]
+    z = torch.cat(parts).to(torch.promote_types(dtype, torch.float32)).flatten(0, 1)
     labels = inputs.labels.t().flatten()
     values = {name: true_value(term, z, labels).view(hidden.shape[:2]).t() for name, term in terms.items()}
-    grads = []
-    for subset in _subsets(terms):
-        of = [upstreams[list(terms).index(name)].to(values[name].dtype) for name in subset]
-        grads.append(
-            torch.autograd.grad([values[name] for name in subset], (hidden, weight), of, retain_graph=True)
-        )
-    return [*(value.detach() for value in values.values()), *itertools.chain(*grads)]
+    given = [of.to(values[name].dtype) for name, of in upstreams.items()]
+    grads = torch.autograd.grad([values[name] for name in upstreams], (hidden, weight), given)
+    return {name: value.detach() for name, value in values.items()}, list(grads)
 
 
-def _subsets(terms: dict[str, Term]) -> list[list[str]]:
-    """All outputs with a gradient; the first; the others, where there are any."""
-    every = [name for name, term in terms.items() if term.gives]
-    return [subset for subset in (every, every[:1], every[1:]) if subset]
+def problem(
+    kind: str,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    options: dict[str, Any] | None = None,
+    **sizes: int,
+) -> HeadInputs:
+    """Inputs with these options, whose masked columns would win every softmax."""
+    config = FusedCEConfig(**(options or {}))
+    sizes = {"s": 23, "b": 3, "hidden_size": 48, "vocab": 331, **sizes}
+    made = make_inputs(kind, **sizes, dtype=dtype, device=device, logit_scale=config.logit_scale)
+    if config.true_vocab_size is not None:
+        made.weight[config.true_vocab_size :] *= 50
+    return replace(made, config=config)
+
+
+#: GEMMs of a backward by a plain GEMM and row kernels; one of the scaled-exp GEMM's is none of torch's.
+NUM_GEMMS = {"store": 2, "recompute": 3, "by columns": 3}
 
 
 def compare(
-    terms: dict[str, Term],
+    loss: Loss | dict[str, Term],
     inputs: HeadInputs,
     strategy: str,
     operands: tuple[Tensor, Tensor] | None = None,
     whole: Any = lambda grad_hidden, grad_weight: (grad_hidden, grad_weight),
     group: dict[str, Any] | None = None,
+    share: float = 1.0,
     **options: Any,
 ) -> None:
-    """One forward, backwards for subsets of its outputs with random upstream gradients, against fp64.
+    """One forward and its backwards, against fp64: of all outputs, of each alone, of all again.
 
-    ``operands``, ``whole`` and ``group``: of a rank: its leaves, their gradients' whole, the op's arguments.
+    Args:
+        operands, whole, group: of a rank: its leaves, their gradients' whole, the op's arguments.
+        share: of the tokens that have upstream gradients, of some or all outputs. Where it is below 1 the
+            backward leaves the others out of its GEMMs.
     """
-    generator = torch.Generator().manual_seed(1)
-    upstreams = [
-        torch.randn(inputs.labels.shape, generator=generator).to(inputs.hidden.device) for _ in terms
-    ]
-    hidden, weight = operands or (x.clone().requires_grad_() for x in (inputs.hidden, inputs.weight))
-    config = FusedCEConfig(strategy=strategy, chunk_tokens=20, **options)
-    weights = {"token_weights": upstreams[0] / 1.5} if strategy == "grad_in_forward" else {}
-    made = fused_linear_loss(hidden, weight, inputs.labels, terms, config=config, **weights, **(group or {}))
-    assert list(made) == list(terms)
-    found = [value.detach() for value in made.values()]
-    for subset in _subsets(terms):
-        of = [upstreams[list(terms).index(name)] for name in subset]
-        grads = torch.autograd.grad([made[name] for name in subset], (hidden, weight), of, retain_graph=True)
-        found += whole(*grads)
-    dtype = inputs.hidden.dtype
-    exact, eager = (_plain(inputs, terms, upstreams, of) for of in (torch.float64, dtype))
-    for value, true, plain in zip(found, exact, eager, strict=True):
-        assert value.shape == true.shape
-        assert relative_error(value, true) <= max(FLOOR[dtype], 2 * relative_error(plain, true))
+    if not isinstance(loss, Loss):
+        loss = Loss(terms=loss)
+    hidden, weight = operands or leaves(inputs)
+    if strategy == "grad_in_forward" and loss.terms is None:  # it cannot know other upstream gradients
+        loss = replace(loss, differentiable=False)
+    upstreams, counts = _upstreams(inputs, loss.with_gradient, share)
+    more = dict(group or {})
+    if strategy == "grad_in_forward":
+        more["token_weights"] = next(iter(upstreams.values())) / 1.5
+    with strategy_in_place(strategy) as named:
+        own = {"chunk_tokens": 20, **loss.options, **options, "skip_zero_upstream": share < 1}
+        inputs = replace(inputs, config=FusedCEConfig(named, **own))
+        made = loss.ask(hidden, weight, inputs, config=inputs.config, **more)
+    every = list(upstreams)
+    num_gemms = 2 if options.get("logits_backend") == "scaled_exp" else NUM_GEMMS.get(strategy)
+    counts_gemms = share < 1 and num_gemms is not None
+    subsets = [every, *([name] for name in every if len(every) > 1), every]
+    results = []
+    for subset in subsets:
+        counter = gemm_flops() if counts_gemms else contextlib.nullcontext()
+        with counter as flops, patch.object(masked_tokens, "ROUND_TO", 1):
+            given = [made[name] for name in subset], (hidden, weight), [upstreams[name] for name in subset]
+            results.append(whole(*torch.autograd.grad(*given, retain_graph=True)))
+        if counts_gemms:
+            num_tokens = int(torch.stack([counts[name] for name in subset]).any(0).sum())
+            assert flops.get_total_flops() == num_gemms * num_tokens * 2 * weight.numel()
+    if strategy != "grad_in_forward":  # whose second backward makes them again
+        assert all(torch.equal(one, other) for one, other in zip(results[0], results[-1], strict=True))
+    for subset, grads in zip(subsets, results, strict=True):
+        of_subset = {name: upstreams[name] for name in subset}
+        (outputs, true), (of_eager, eager) = (
+            loss.plain(inputs, of_subset, dtype) for dtype in (torch.float64, inputs.hidden.dtype)
+        )
+        for name, *parts in zip(("grad_hidden", "grad_weight"), grads, true, eager, strict=True):
+            assert_within(f"{name} of {', '.join(subset)}", *parts, inputs.hidden.dtype)
+    assert list(made) == list(outputs)
+    if inputs.config.true_vocab_size is not None:
+        assert not grads[1][inputs.config.true_vocab_size :].any()
+    if inputs.config.ignore_index is not None:
+        assert not made["loss"][inputs.labels == inputs.config.ignore_index].any()
+    for name, value in made.items():
+        assert_output(name, value.detach(), outputs, of_eager, inputs)
+
+
+def _upstreams(
+    inputs: HeadInputs, names: list[str], share: float
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Upstream gradients ``[b, s]`` of outputs, 0 or -0.0 for all but a share of the tokens; where they are
+    not."""
+    generator = torch.Generator().manual_seed(5)
+    drawn = [torch.randn(inputs.labels.shape, generator=generator) for _ in names]
+    kept = [torch.rand(inputs.labels.shape, generator=generator) < share for _ in names]
+    device = inputs.labels.device
+    given = {
+        name: inputs.grad_loss.abs().amax() * of.where(here, -0.0 * of).to(device)
+        for name, of, here in zip(names, drawn, kept, strict=True)
+    }
+    counted = inputs.labels != inputs.config.ignore_index
+    return given, {name: here.to(device) & counted for name, here in zip(names, kept, strict=True)}
+
+
+def assert_within(name: str, value: Tensor, true: Tensor, eager: Tensor, dtype: torch.dtype) -> None:
+    """Within twice eager PyTorch's error or the dtype's floor, of the norm."""
+    assert value.shape == true.shape, f"{name} has shape {tuple(value.shape)}"
+    error, bound = relative_error(value, true), max(FLOOR[dtype], 2 * relative_error(eager, true))
+    assert error <= bound, f"{name}: error {error:.3e} above {bound:.3e}"
+
+
+def assert_output(
+    name: str, value: Tensor, exact: dict[str, Tensor], eager: dict[str, Tensor], inputs: HeadInputs
+) -> None:
+    """Of the norm; of ``lse``, ``log_prob`` and ``entropy``, whose errors are all those of logits, also the
+    largest, of the largest ``lse``."""
+    true, dtype = exact[name], inputs.hidden.dtype
+    if name in ("predicted", "correct"):
+        return _assert_ranks(name, value, inputs)
+    if name in ("log_prob", "lse", "entropy") and "lse" in exact:
+        largest = max(1.0, float(exact["lse"].abs().max()))
+        error, of_eager = (float((x.double() - true).abs().max()) for x in (value, eager[name]))
+        assert error <= max(2 * of_eager, FLOOR[dtype] * largest), (name, error, of_eager)
+    assert value.dtype == (torch.float32 if true.is_floating_point() else torch.int64)
+    assert_within(name, value, true, eager[name], dtype)
+
+
+def _assert_ranks(name: str, value: Tensor, inputs: HeadInputs) -> None:
+    """Which logit is the largest, where rounding cannot change that."""
+    config = inputs.config
+    z = (inputs.hidden.double() @ inputs.weight.double().t()).transpose(0, 1) * config.logit_scale
+    if config.logit_softcap is not None:  # which makes large ones equal in fp32
+        z = config.logit_softcap * torch.tanh((z / config.logit_softcap).float()).double()
+    z = z[..., : config.true_vocab_size]
+    # Two logits rounded by half a unit each can change places; and fp32's own sums of products.
+    below = z.amax(-1, keepdim=True) - z
+    ties = below <= (torch.finfo(inputs.hidden.dtype).eps + 2e-6) * z.abs().amax(-1, keepdim=True)
+    if name == "predicted":
+        assert value.dtype == torch.int64 and ties.gather(-1, value.unsqueeze(-1)).all()
+    else:
+        known = (inputs.labels >= 0) & (inputs.labels < z.shape[-1])
+        at_label = ties.gather(-1, inputs.labels.where(known, 0).unsqueeze(-1)).squeeze(-1) & known
+        assert value.dtype == torch.bool and not value[~at_label].any()
+        assert value[at_label & (ties.sum(-1) == 1)].all()

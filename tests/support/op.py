@@ -6,7 +6,7 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -48,6 +48,12 @@ def products() -> list[ModuleType]:
     return forms
 
 
+def leaves(inputs: Any, needs: tuple[bool, bool] = (True, True)) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden states and weight of a call; ``needs``: which of them get gradients."""
+    hidden, weight = (x.detach().clone() for x in (inputs.hidden, inputs.weight))
+    return hidden.requires_grad_(needs[0]), weight.requires_grad_(needs[1])
+
+
 def weights_for(strategy: str, upstream: torch.Tensor) -> dict[str, torch.Tensor]:
     """What ``grad_in_forward`` is told, nothing for the strategies that need not know."""
     return {"token_weights": upstream / 1.5} if strategy == "grad_in_forward" else {}
@@ -61,19 +67,29 @@ def run(inputs: HeadInputs, config: FusedCEConfig, *, flat: bool = False, **kwar
     if config.strategy == "grad_in_forward":
         weights = inputs.grad_loss / 1.5
         kwargs.setdefault("token_weights", weights.t().reshape(-1) if flat else weights)
-    hidden = inputs.hidden.clone().requires_grad_()
-    weight = inputs.weight.clone().requires_grad_()
+    hidden, weight = leaves(inputs)
+    given, labels = hidden, inputs.labels
     if flat:
-        loss = fused_linear_cross_entropy(
-            hidden.flatten(0, 1), weight, inputs.labels.t().reshape(-1), config=config, **kwargs
-        )
-        s, b = inputs.hidden.shape[:2]
-        loss = loss.view(s, b).t()
-    else:
-        loss = fused_linear_cross_entropy(hidden, weight, inputs.labels, config=config, **kwargs)
+        given, labels = hidden.flatten(0, 1), labels.t().reshape(-1)
+    loss = fused_linear_cross_entropy(given, weight, labels, config=config, **kwargs)
+    if flat:
+        loss = loss.view(hidden.shape[:2]).t()
     loss.backward(inputs.grad_loss)
     assert hidden.grad is not None and weight.grad is not None
     return HeadResult(loss.detach(), hidden.grad, weight.grad)
+
+
+def captured(iteration: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A CUDA graph of ``iteration``, which ran once before, and what it gave."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        iteration()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = iteration()
+    return graph, made
 
 
 class RoundedFactors(TorchDispatchMode):

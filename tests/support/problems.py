@@ -18,12 +18,7 @@ from torch import Tensor
 from megatron_fused_ce import FusedCEConfig
 from megatron_fused_ce.call import Call
 from megatron_fused_ce.op import linear_cross_entropy
-from megatron_fused_ce.scripts.lib.reference import (
-    FLOOR,
-    HeadInputs,
-    Roundings,
-    relative_error,
-)
+from megatron_fused_ce.scripts.lib.reference import FLOOR, HeadInputs, Roundings, relative_error
 from megatron_fused_ce.wgrad import InPlaceGradWeight
 from tests.support.head import column_plans
 from tests.support.op import DTYPES
@@ -239,8 +234,7 @@ def run(
         made = {name: value.view(problem.s, problem.b).t() for name, value in made.items()}
     upstreams = {"loss": inputs.grad_loss} if upstreams is None else upstreams
     torch.autograd.backward(
-        [made[name] for name in upstreams],
-        [laid_out(upstream, of_labels) for upstream in upstreams.values()],
+        [made[name] for name in upstreams], [laid_out(upstream, of_labels) for upstream in upstreams.values()]
     )
     grad_weight = weight.grad if main_grad is None else main_grad
     assert hidden.grad is not None and grad_weight is not None
@@ -459,10 +453,7 @@ def loss_options(draw: Any, vocab: int, labels: bool) -> dict[str, Any]:
 
 @st.composite
 def problems(
-    draw: Any,
-    max_shards: int = 1,
-    labels: tuple[str, ...] = LABELS,
-    strategies: tuple[str, ...] = STRATEGIES,
+    draw: Any, max_shards: int = 1, labels: tuple[str, ...] = LABELS, strategies: tuple[str, ...] = STRATEGIES
 ) -> DrawnProblem:
     """``labels`` empty for a head without: no option of labels either."""
     num_shards = draw(st.integers(min(2, max_shards), max_shards))

@@ -1,0 +1,339 @@
+"""What is refused: arguments that do not fit, of each function, and the words that say so."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import ones
+
+from megatron_fused_ce import (
+    FusedCEConfig,
+    fused_linear_cross_entropy,
+    fused_linear_distillation,
+    fused_linear_loss,
+    fused_linear_token_outputs,
+    fused_linear_topk_distillation,
+    losses,
+)
+from megatron_fused_ce.rl import token_log_probs
+from megatron_fused_ce.validation import check_call
+from tests.support.losses import Focal
+
+EITHER = (TypeError, ValueError)
+
+
+def ids(*shape):
+    return torch.zeros(shape, dtype=torch.int64)
+
+
+def trained(*shape):
+    return ones(*shape).requires_grad_()
+
+
+class Sharded(torch.Tensor):
+    """As FSDP2's DTensors, which claim the whole shape and hold a part: a kernel would read past it."""
+
+    placements = ("Shard(dim=0)",)
+
+
+class NoHash(Focal):
+    __hash__ = None
+
+
+class Late(Focal):
+    """Equal to others, whatever its last field."""
+
+    def __init__(self, gamma, late):
+        super().__init__(gamma)
+        object.__setattr__(self, "late", late)
+
+
+def _with(**attributes):
+    return {"terms": {"loss": type("Odd", (Focal,), attributes)(2.0)}}
+
+
+def config(**options):
+    return {"config": FusedCEConfig(**options)}
+
+
+OPERANDS = {"hidden": trained(6, 2, 4), "weight": ones(9, 4)}
+LABELS = {**OPERANDS, "labels": ids(2, 6)}
+TOP_K = {"teacher_ids": ids(2, 6, 3), "teacher_log_probs": -ones(2, 6, 3)}
+TEACHER = {"teacher_hidden": ones(6, 2, 3), "teacher_weight": ones(9, 3)}
+OUTPUTS = {"outputs": ("lse",), "token_weights": ones(2, 6)}
+TERMS = {"terms": {"loss": losses.CrossEntropy()}}
+ROW = {"hidden": trained(3, 4), "weight": trained(3, 4), "labels": ids(3)}
+
+#: Of each function: arguments that fit, and what takes the place of some of them, the error and its words.
+REFUSED = {
+    fused_linear_cross_entropy: (
+        LABELS,
+        [
+            ({"hidden": ones(6, 2, 9)}, EITHER, "H = 9"),
+            ({"hidden": ones(6, 4)}, EITHER, r"hidden has shape \(6, 4\) .*expected hidden \[s, b, H\]"),
+            ({"hidden": ones(12, 4)}, EITHER, r"hidden has shape \(12, 4\) .*\[T, H\] with \[T\]"),
+            ({"hidden": ones(2, 6, 4)}, EITHER, r"hidden has shape \(2, 6, 4\) .*is transposed"),
+            ({"hidden": ones(4)}, EITHER, r"hidden has shape \(4,\); expected"),
+            ({"hidden": ones(1, 6, 2, 4)}, EITHER, r"hidden has shape \(1, 6, 2, 4\); expected"),
+            ({"hidden": ones(6, 2, 4).double()}, EITHER, "float64"),
+            ({"hidden": ones(6, 2, 4).bfloat16()}, EITHER, "one dtype"),
+            ({"hidden": [1.0]}, EITHER, "must be a torch.Tensor"),
+            ({"weight": ones(0, 4)}, EITHER, "at least one row"),
+            ({"weight": ones(4)}, EITHER, "expected \\[V, H\\]"),
+            ({"labels": ids(6, 2)}, EITHER, "one of them is transposed"),
+            ({"labels": ids(2, 5)}, EITHER, "labels have shape"),
+            ({"labels": ones(2, 6)}, EITHER, "expected int64"),
+            ({"token_weights": ones(3)}, EITHER, "token_weights"),
+            ({"vocab_start": -1}, EITHER, "vocab_start"),
+            ({"vocab_start": 10}, ValueError, "without a tensor-parallel group"),
+            ({"tp_group": "tp"}, TypeError, "tp_group must be a torch.distributed.ProcessGroup"),
+            (
+                {"config": "store"},
+                TypeError,
+                r"FusedCEConfig, got 'store': .* FusedCEConfig\(strategy='store'\)",
+            ),
+            ({"config": {"num_chunks": 4}}, TypeError, "must be a FusedCEConfig, got {'num_chunks': 4}"),
+            ({"weight": ones(1, 4), **config(label_smoothing=0.1)}, ValueError, "weight has one row"),
+            (config(true_vocab_size=10), ValueError, "is 10, and the vocabulary has 9 rows"),
+            (config(strategy="grad_in_forward"), ValueError, r"token_weights.*'store' or 'recompute'"),
+            *(
+                ({name: LABELS[name].detach().to("meta")}, ValueError, f"{name} is on the meta device")
+                for name in LABELS
+            ),
+            *(
+                (
+                    {name: LABELS[name].detach().as_subclass(Sharded)},
+                    TypeError,
+                    f"{name} is a Sharded, placed .*full_tensor",
+                )
+                for name in LABELS
+            ),
+        ],
+    ),
+    fused_linear_token_outputs: (
+        {**LABELS, **OUTPUTS},
+        [
+            ({"outputs": ("accuracy",)}, ValueError, "no such output: 'accuracy'"),
+            ({"outputs": ("lse", "lse")}, ValueError, "name each once"),
+            ({"outputs": "lse"}, TypeError, r"outputs is the string 'lse'; expected .* \('lse',\)"),
+            (config(strategy="grad_in_forward"), ValueError, "cannot know the upstream"),
+            (
+                {
+                    "hidden": ones(1, 1),
+                    "weight": ones(1, 1).expand(2**24 + 1, 1),
+                    "labels": ids(1),
+                    "outputs": ("predicted",),
+                    "token_weights": None,
+                },
+                ValueError,
+                "exact below",
+            ),
+        ],
+    ),
+    fused_linear_topk_distillation: (
+        {**OPERANDS, **TOP_K},
+        [
+            ({"teacher_ids": ids(2, 6, 2)}, ValueError, "expected both"),
+            (
+                {"teacher_ids": ids(12, 3), "teacher_log_probs": ones(12, 3)},
+                ValueError,
+                r"are \(\d+, \d+\) for hidden",
+            ),
+            ({"teacher_ids": ones(2, 6, 3)}, TypeError, "expected int64"),
+            ({"teacher_log_probs": ids(2, 6, 3)}, TypeError, "floats"),
+            ({"teacher_ids": ids(2, 6, 0), "teacher_log_probs": ones(2, 6, 0)}, ValueError, "K of 1 to"),
+            (config(label_smoothing=0.1), ValueError, "belong to labels"),
+            (config(ignore_index=-100), ValueError, "belong to labels"),
+        ],
+    ),
+    fused_linear_loss: (
+        {**LABELS, **TERMS},
+        [
+            ({"terms": losses.CrossEntropy()}, TypeError, "expected a dict"),
+            ({"terms": {}}, TypeError, "expected a dict"),
+            ({"terms": {"loss": "ce"}}, TypeError, "expected names and losses.Term"),
+            ({"terms": {"loss": NoHash(2.0)}}, TypeError, "dataclass"),
+            (_with(needs=("entropy",)), TypeError, "expected a tuple of logit_sum"),
+            (_with(keeps=("weighted",)), TypeError, "expected a tuple of nothing"),
+            (_with(gives=("beta",)), TypeError, "expected a tuple of at, alpha"),
+            ({"terms": {"loss": 0.5 * Focal(ones(())) + losses.CrossEntropy()}}, TypeError, "has a tensor"),
+            ({"terms": {"loss": Late(2.0, 3.0)}}, TypeError, "is equal to terms with another late"),
+            (
+                {"terms": {"best": losses.Predicted(), "loss": losses.CrossEntropy()}},
+                ValueError,
+                "has no gradient",
+            ),
+            (config(z_loss=0.1), ValueError, "which are terms here"),
+        ],
+    ),
+    token_log_probs: (
+        ROW,
+        [
+            (
+                config(skip_masked=True),
+                ValueError,
+                "out the tokens labelled ignore_index, and config has none",
+            ),
+            ({"temperature": 0}, ValueError, "above 0 and finite"),
+            ({"temperature": float("nan")}, ValueError, "above 0 and finite"),
+            ({"temperature": "1"}, TypeError, "expected a number"),
+            ({"temperature": torch.tensor([1.0, 1.0, 0.0])}, ValueError, "not all above 0"),
+            ({"temperature": torch.tensor([1.0, torch.inf, 1.0])}, ValueError, "not all above 0"),
+            ({"temperature": torch.tensor(1.0)}, ValueError, "one a token"),
+            ({"temperature": ids(3) + 1}, TypeError, "expected floats"),
+            ({"entropy": True}, ValueError, "choose one of none, detached"),
+            ({"entropy": "differentiable", "config": "store"}, TypeError, "config must be a FusedCEConfig"),
+            ({"active_mask": ones(3)}, ValueError, r"active_mask is torch.float32 \[3\]"),
+            ({"active_mask": ones(1, 3).bool()}, ValueError, r"expected bool, one a token: \[3\]"),
+            (
+                {"labels": ids(3, 2), "active_mask": ones(3, 2).bool()},
+                ValueError,
+                r"expected bool, one a token: \[3\]",
+            ),
+            ({"active_mask": [True]}, ValueError, "active_mask is list"),
+            (config(strategy="grad_in_forward"), ValueError, "cannot know the upstream"),
+            ({"strategy": "store"}, TypeError, "belongs to the config"),
+        ],
+    ),
+    fused_linear_distillation: (
+        {**LABELS, **TEACHER},
+        [
+            ({"teacher_hidden": [[1.0]]}, TypeError, "teacher_hidden is a list; expected"),
+            ({"teacher_hidden": ids(6, 2, 3)}, TypeError, "fused_linear_topk_distillation"),
+            ({"teacher_weight": ones(9, 3).half()}, TypeError, "teacher_weight torch.float16; expected one"),
+            ({"hidden": ones(4), "labels": None}, ValueError, r"expected \[s, b, H\] or \[T, H\]"),
+            ({"hidden": None, "labels": None}, TypeError, "hidden must be a torch.Tensor"),
+            ({"labels": ids(2, 6, 2)}, ValueError, r"with labels \[b, s\]"),
+            ({"teacher_weight": ones(9)}, ValueError, r"expected \[s, b, H_t\] and \[V, H_t\]"),
+            ({"teacher_hidden": ones(12, 3)}, ValueError, r"expected \[s, b, H_t\] and \[V, H_t\]"),
+            ({"teacher_hidden": ones(5, 2, 3)}, ValueError, r"expected \(6, 2, 3\), the student's tokens"),
+            ({"teacher_hidden": ones(6, 2, 4)}, ValueError, r"expected \(6, 2, 3\), the student's tokens"),
+            ({name: x.to("meta") for name, x in TEACHER.items()}, ValueError, "teacher_hidden on meta"),
+            (
+                {"teacher_hidden": trained(6, 2, 3)},
+                ValueError,
+                r"torch.no_grad\(\), or pass teacher_hidden.detach",
+            ),
+            ({"teacher_weight": trained(9, 3)}, ValueError, "or pass teacher_weight.detach"),
+            ({"divergence": "kl"}, ValueError, "choose one of forward_kl, reverse_kl, jsd"),
+            ({"divergence": "jsd", "beta": 1.0}, ValueError, "take forward_kl or reverse_kl for the ends"),
+            ({"divergence": "jsd", "beta": "1"}, TypeError, "beta is '1'; expected a number"),
+            ({"teacher_logit_scale": ones(1)}, TypeError, "teacher_logit_scale is tensor"),
+            ({"teacher_logit_softcap": "5"}, TypeError, "teacher_logit_softcap is '5'"),
+            ({"teacher_logit_scale": 0.0}, ValueError, "expected a finite number that is not 0"),
+            ({"teacher_logit_softcap": -1.0}, ValueError, "None or a finite number above 0"),
+            ({"labels": None, "label_weights": 1.0}, ValueError, "without labels; give both"),
+            ({"label_weights": ones(6, 2)}, ValueError, r"floats in the labels' shape \(2, 6\)"),
+            ({"label_weights": ids(2, 6)}, ValueError, "expected a number, or floats"),
+            ({"label_weights": "1"}, TypeError, "expected a number or a tensor"),
+            ({"label_weights": trained(2, 6)}, ValueError, r"pass label_weights.detach\(\)"),
+            (config(label_smoothing=0.1), ValueError, "do not go with a divergence"),
+            (config(z_loss=0.1), ValueError, "do not go with a divergence"),
+            (config(skip_masked=True), ValueError, "none are given"),
+            ({"temperature": ones(2, 6)}, ValueError, "one temperature for all tokens"),
+            ({"temperature": 0.0}, ValueError, "above 0 and finite"),
+            ({"teacher_weight": ones(8, 3)}, ValueError, "teacher_weight has 8 rows and weight 9"),
+            (
+                {"teacher_weight": ones(6, 3), **config(true_vocab_size=7)},
+                ValueError,
+                "true_vocab_size is 7; expected one cut",
+            ),
+            (config(strategy="grad_in_forward"), ValueError, "needs token_weights"),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("function", "given", "error", "words"),
+    [
+        pytest.param(function, {**fit, **change}, error, words, id=f"{function.__name__}-{words}")
+        for function, (fit, rows) in REFUSED.items()
+        for change, error, words in rows
+    ],
+)
+def test_refused(function, given, error, words, device):
+    """Again, too: nothing is kept of a call that was refused."""
+    given = {
+        name: x.detach().to(device).requires_grad_(x.requires_grad)
+        if isinstance(x, torch.Tensor) and x.device.type == "cpu"
+        else x
+        for name, x in given.items()
+    }
+    for _ in range(2):
+        with pytest.raises(error, match=words):
+            function(**given)
+
+
+@pytest.mark.parametrize("function", REFUSED, ids=lambda function: function.__name__)
+def test_what_fits_is_taken(function, device):
+    """Else a row above could be refused for another reason."""
+    function(
+        **{
+            name: x.to(device) if isinstance(x, torch.Tensor) else x
+            for name, x in REFUSED[function][0].items()
+        }
+    )
+
+
+FUNCTIONS = fused_linear_cross_entropy, fused_linear_token_outputs, fused_linear_topk_distillation
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(FusedCEConfig)])
+def test_an_option_beside_the_config_is_told_where_it_goes(function, name):
+    said = rf"{name} belongs to the config: give config=FusedCEConfig\({name}=4\)"
+    with pytest.raises(TypeError, match=said):
+        function(*LABELS.values(), **{name: 4})
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+def test_a_misspelt_argument_is_pythons_own_error(function):
+    """No catch-all: a misspelled keyword is Python's own error."""
+    with pytest.raises(TypeError, match="unexpected keyword argument 'stratgy'"):
+        function(*LABELS.values(), stratgy="store")
+
+
+def test_all_tokens_where_a_part_is_expected():
+    for hidden, labels in ((ones(8, 2, 4), ids(2, 8)), (ones(8, 4), ids(8))):
+        with pytest.raises(ValueError, match=r"hidden has shape .* expected this rank's part"):
+            check_call(hidden, ones(11, 4), labels, None, None, num_parts=2, tp_size=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"label_smoothing": 1.0}, "label_smoothing must be"),
+        ({"label_smoothing": -0.1}, "label_smoothing must be"),
+        ({"label_smoothing": float("nan")}, "label_smoothing must be"),
+        ({"label_smoothing_form": "keras"}, "choose one of megatron, pytorch"),
+        ({"z_loss": -1.0}, "z_loss must be"),
+        ({"z_loss": float("inf")}, "z_loss must be"),
+        ({"logit_softcap": 0.0}, "logit_softcap must be"),
+        ({"logit_softcap": float("inf")}, "logit_softcap must be"),
+        ({"logit_softcap": 1e39}, "finite, also in fp32"),
+        ({"logit_scale": 1e39}, "finite, also in fp32"),
+        ({"logit_scale": float("nan")}, "logit_scale must be"),
+        ({"ignore_index": 2**70}, "ignore_index must be between"),
+        ({"true_vocab_size": 0}, "true_vocab_size must be 1 or more"),
+        ({"true_vocab_size": 1, "label_smoothing": 0.1}, "two classes"),
+        ({"ignore_index": 1.5}, "ignore_index must be a whole number"),
+        ({"num_chunks": 0}, "1 or more"),
+        ({"chunk_tokens": -3}, "1 or more"),
+        ({"num_chunks": 2.5}, "whole number"),
+        ({"num_chunks": 2, "chunk_tokens": 8}, "give one of them"),
+        ({"strategy": "fastest"}, "choose one of"),
+        ({"row_backend": "cuda"}, "choose one of"),
+        ({"logit_scale": 0.0}, "not 0"),
+        *(
+            ({name: "yes"}, f"{name} must be True or False, got 'yes'")
+            for name in ("skip_masked", "skip_zero_upstream", "debug_checks")
+        ),
+    ],
+    ids=str,
+)
+def test_bad_config(options, words):
+    with pytest.raises(ValueError, match=words):
+        FusedCEConfig(**options)
