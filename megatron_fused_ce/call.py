@@ -524,7 +524,6 @@ def check_arguments(call: Call, comm: VocabParallel) -> None:
         call.weight,
         comm.size,
         call.outputs,
-        call.differentiable,
         dict(call.terms),
         call.labels,
         call.several,

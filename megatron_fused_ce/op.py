@@ -152,8 +152,8 @@ def fused_linear_token_outputs(
             ``config.ignore_index`` has ``log_prob`` 0 without a gradient; its other outputs are as if it had
             another label.
         differentiable: whether ``log_prob``, ``lse`` and ``entropy`` carry gradients, each for any upstream
-            of its own. They then need a strategy other than ``grad_in_forward``, which cannot know those
-            upstreams.
+            of its own. Where one has an upstream gradient, ``grad_in_forward`` makes its gradients again in
+            the backward, and ``auto`` never takes it.
 
     The other arguments, errors and collectives are those of :func:`fused_linear_cross_entropy`; ``entropy``,
     ``sum_p_squared`` and ``predicted`` each add a float a token to the merge of the statistics
@@ -163,8 +163,7 @@ def fused_linear_token_outputs(
         the loss and the requested outputs; None for the others.
 
     Raises:
-        ValueError, beside those: an unknown name; ``predicted`` with ids of 2**24 or more;
-            ``grad_in_forward`` by name with differentiable outputs.
+        ValueError, beside those: an unknown name; ``predicted`` with ids of 2**24 or more.
 
     Source: d log p_y = [j = y] - p_j, d entropy = -p_j (log p_j + entropy): docs/math.md.
     """

@@ -144,7 +144,6 @@ def check_requested(
     weight: Tensor,
     tp_size: int,
     outputs: tuple[str, ...],
-    differentiable: tuple[str, ...],
     terms: Mapping[str, Term],
     labels: Tensor,
     several: SeveralLabels | None,
@@ -170,12 +169,6 @@ def check_requested(
         raise ValueError(
             f"predicted ids are exact below {LARGEST_ID}; {weight.shape[0]} rows on each of {tp_size} "
             "ranks are more"
-        )
-    if differentiable and config.strategy == "grad_in_forward" and not terms:
-        raise ValueError(
-            "strategy 'grad_in_forward' makes the gradients in the forward and cannot know the upstream "
-            f"gradients of {', '.join(differentiable)}; use 'store', 'recompute' or 'auto', or "
-            "differentiable=False"
         )
     if several is None:
         return

@@ -58,8 +58,8 @@ def _rows_of_several() -> list[tuple[str, Tensor, Tensor]]:
     odd[1::3, 2], odd[2::3, 1] = NUM_CLASSES, EMPTY
     return [
         ("several labels, one twice", s, labels),
-        ("several labels, the third sure", s + 30 * is_label[:, 2], labels),
-        ("several labels, the repeated one sure", s + 30 * is_label[:, 1], labels),
+        ("several labels, the third sure", s + 12 * is_label[:, 2], labels),
+        ("several labels, the repeated one sure", s + 12 * is_label[:, 1], labels),
         ("several labels, one of -inf", s.masked_fill(is_label[:, 2] > 0, -torch.inf), labels),
         ("several labels, of no class or empty", s, odd),
     ]

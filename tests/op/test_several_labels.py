@@ -282,7 +282,7 @@ BAD = {
     "ignored": (lambda ids: ids, {"ignore_index": -100}, ValueError, "-1 is an empty entry"),
     "skipped": (lambda ids: ids, {"skip_masked": True}, ValueError, "have no such label"),
     "backend": (lambda ids: ids, {"logits_backend": "scaled_exp"}, ValueError, "cannot serve here"),
-    "strategy": (lambda ids: ids, {"strategy": "grad_in_forward"}, ValueError, "cannot know the upstream"),
+    "strategy": (lambda ids: ids, {"strategy": "grad_in_forward"}, ValueError, "needs token_weights"),
 }
 
 

@@ -71,6 +71,21 @@ class MeanSquare(Term):
         return Pull(alpha=slope, delta=slope / rows.num_classes)
 
 
+@dataclass(frozen=True)
+class Unlikelihood(Term):
+    """``-sum log(1 - p)`` of the labels behind the first one."""
+
+    gives = ("at_labels",)
+
+    def value(self, rows: Rows) -> Tensor:
+        return -torch.log(-torch.expm1(rows.log_probs[1:])).sum(0)
+
+    def pull(self, rows: Rows, upstream: Tensor | float) -> Pull:
+        at = rows.log_probs.exp() / torch.expm1(rows.log_probs)
+        at[0] = 0.0
+        return Pull(at_labels=at * upstream)
+
+
 class OddShapes(losses.Uniform):
     """Coefficients of one entry for all tokens, which kernels do not read."""
 
@@ -98,19 +113,32 @@ LOSSES: dict[str, dict[str, Term]] = {
     "odd shapes": {"loss": OddShapes()},
     "no label": {"lse": losses.Lse() + losses.ZLoss(1e-2)},
     "users' own": {"loss": Focal(2.0), "height": MeanSquare(), "both": Focal(1.5) + MeanSquare()},
+    "several labels": {
+        "loss": Focal(2.0) + 0.5 * Unlikelihood() + MeanSquare(),
+        "each": losses.LogProbs(),
+        "p": losses.LogProb(),
+        "entropy": ENTROPY,
+        "e": losses.SumSquares(),
+    },
 }
 
 
 def true_value(term: Term, z: Tensor, labels: Tensor) -> Tensor:
-    """``[T]`` by the plain definition, in the dtype of the logits ``[T, V]``."""
-    lse, known = z.logsumexp(-1), (labels >= 0) & (labels < z.shape[-1])
-    of_label = z.gather(-1, labels.where(known, 0).unsqueeze(-1)).squeeze(-1)
+    """``[T]``, or ``[K, T]``, by the plain definition, in the dtype of the logits ``[T, V]``. ``labels``:
+    ``[T]`` or ``[T, K]``."""
+    several = labels.t() if labels.dim() == 2 else labels.unsqueeze(0)
+    lse, in_vocab = z.logsumexp(-1), (several >= 0) & (several < z.shape[-1])
+    of_label = z.gather(-1, several.where(in_vocab, 0).t()).t()
     # A label of no class counts from the row's maximum, which is then a constant.
-    loss = lse - torch.where(known, of_label, z.detach().amax(-1))
-    log_p = z.log_softmax(-1)
+    each = torch.where(in_vocab, of_label, z.detach().amax(-1)) - lse
+    if labels.dim() == 2:
+        each = each.masked_fill(several == -1, -torch.inf)
+    loss, known, log_p = -each[0], in_vocab[0], z.log_softmax(-1)
     simple = {
         losses.CrossEntropy: lambda _: loss,
         losses.LogProb: lambda _: -loss,
+        losses.LogProbs: lambda _: each,
+        Unlikelihood: lambda _: -torch.log(-torch.expm1(each[1:])).sum(0),
         losses.Lse: lambda _: lse,
         losses.ZLoss: lambda of: of.weight * lse**2,
         losses.Uniform: lambda _: lse - z.mean(-1),
@@ -136,6 +164,7 @@ class Loss:
     beside: tuple[str, ...] = ()  # of fused_linear_token_outputs
     entries: int = 0  # of a teacher's targets, in the labels' place
     terms: dict[str, Term] | None = None  # of fused_linear_loss
+    num_labels: int = 0  # of a token, of fused_linear_loss; 0 for one
     temperatures: bool = False  # one of each token: log-probability and entropy, of token_log_probs
     differentiable: bool = True  # what is beside the loss
 
@@ -150,7 +179,7 @@ class Loss:
 
     def ask(self, hidden: Tensor, weight: Tensor, inputs: HeadInputs, **call: Any) -> dict[str, Tensor]:
         if self.terms is not None:
-            return fused_linear_loss(hidden, weight, inputs.labels, self.terms, **call)
+            return fused_linear_loss(hidden, weight, self.labels(inputs), self.terms, **call)
         if self.entries:
             targets = make_teacher(inputs, self.entries)
             return {"loss": fused_linear_topk_distillation(hidden, weight, *targets, **call)}
@@ -163,12 +192,20 @@ class Loss:
         assert all(getattr(made, name).requires_grad == (name in self.with_gradient) for name in self.beside)
         return {name: getattr(made, name) for name in ("loss", *self.beside)}
 
+    def labels(self, inputs: HeadInputs) -> Tensor:
+        """``[b, s]`` or ``[b, s, K]``: others behind the first, one of them twice."""
+        if not self.num_labels:
+            return inputs.labels
+        known = inputs.labels.abs() % (inputs.config.true_vocab_size or len(inputs.weight))
+        others = [known * (7 + k) % len(inputs.weight) for k in range(2, self.num_labels)]
+        return torch.stack((inputs.labels, *others, others[0]), -1)
+
     def plain(
         self, inputs: HeadInputs, upstreams: dict[str, Tensor], dtype: torch.dtype
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
         """Outputs ``[b, s]`` and both gradients, by autograd in ``dtype``."""
         if self.terms is not None:
-            return _plain_terms(inputs, self.terms, upstreams, dtype)
+            return _plain_terms(inputs, self.terms, upstreams, dtype, self.labels(inputs))
         nothing = torch.zeros_like(inputs.grad_loss)
         inputs = replace(inputs, grad_loss=upstreams.get("loss", nothing))
         if self.entries:
@@ -206,18 +243,30 @@ TABLE: dict[str, Loss] = {
     "64 entries, z-loss": Loss(LOSS_OPTIONS["z-loss"], entries=64),
     "3 entries, softcap": Loss(LOSS_OPTIONS["softcap"], entries=3),
     "5 entries, padding": Loss(LOSS_OPTIONS["masked padding"], entries=5),
-    **{f"terms: {name}": Loss(terms=terms) for name, terms in LOSSES.items() if name != "plain"},
+    **{
+        f"terms: {name}": Loss(terms=terms, num_labels=4 * (name == "several labels"))
+        for name, terms in LOSSES.items()
+        if name != "plain"
+    },
 }
 
 
 def _plain_terms(
-    inputs: HeadInputs, terms: dict[str, Term], upstreams: dict[str, Tensor], dtype: torch.dtype
+    inputs: HeadInputs,
+    terms: dict[str, Term],
+    upstreams: dict[str, Tensor],
+    dtype: torch.dtype,
+    labels: Tensor,
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
     hidden, weight = (x.detach().to(dtype).requires_grad_() for x in (inputs.hidden, inputs.weight))
     parts = [part @ weight.t() for part in hidden.chunk(inputs.gemms)]
     z = torch.cat(parts).to(torch.promote_types(dtype, torch.float32)).flatten(0, 1)
-    labels = inputs.labels.t().flatten()
-    values = {name: true_value(term, z, labels).view(hidden.shape[:2]).t() for name, term in terms.items()}
+    labels = labels.transpose(0, 1).flatten(0, 1)
+    values = {
+        name: true_value(term, z, labels).view(-1, *hidden.shape[:2]).permute(2, 1, 0)
+        for name, term in terms.items()
+    }
+    values = {name: of if terms[name].per_label else of[..., 0] for name, of in values.items()}
     given = [of.to(values[name].dtype) for name, of in upstreams.items()]
     grads = torch.autograd.grad([values[name] for name in upstreams], (hidden, weight), given)
     return {name: value.detach() for name, value in values.items()}, list(grads)
@@ -263,9 +312,12 @@ def compare(
     if not isinstance(loss, Loss):
         loss = Loss(terms=loss)
     hidden, weight = operands or leaves(inputs)
-    if strategy == "grad_in_forward" and loss.terms is None:  # it cannot know other upstream gradients
-        loss = replace(loss, differentiable=False)
     upstreams, counts = _upstreams(inputs, loss.with_gradient, share)
+    for name, term in (loss.terms or {}).items():
+        if term.per_label:
+            upstreams[name] = upstreams[name].unsqueeze(-1) * torch.linspace(-1, 1.5, loss.num_labels).to(
+                hidden.device
+            )
     more = dict(group or {})
     if strategy == "grad_in_forward":
         more["token_weights"] = next(iter(upstreams.values())) / 1.5
