@@ -698,7 +698,9 @@ def compared(
         beside = None if call.distillation is None else call.distillation.label_weights
         per_token = {
             **{"labels": call.labels, "token_weights": call.token_weights, "temperature": call.temperature},
-            **{"several labels": ids, "teacher_log_probs": log_probs, "label_weights": beside},
+            **{"teacher_log_probs": log_probs, "label_weights": beside},
         }
+        if ids is not None:
+            per_token["labels" if log_probs is None else "teacher_ids"] = ids
         compare_numbers(per_token, comm.group)
     return settled
