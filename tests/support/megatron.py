@@ -477,8 +477,8 @@ def draw(rank: Rank, generator: torch.Generator | int = 5, kept: float | None = 
 def losses_of(model: Any, batch: Batch, rank: Rank, **more: Any) -> Any:
     """What the model gives for labels and mask, where it takes one."""
     modules = model.modules() if isinstance(model, torch.nn.Module) else ()
-    is_mamba = any(type(module).__name__ == "MambaModel" for module in modules)
-    takes_mask = not is_mamba or core_version() >= (0, 17)
+    names = {cls.__name__ for module in modules for cls in type(module).__mro__}  # ModelOpt makes subclasses
+    takes_mask = "MambaModel" not in names or core_version() >= (0, 17)
     given = {"labels": batch.labels, **({"loss_mask": batch.mask} if takes_mask else {}), **more}
     return model(batch.ids, *positions_and_mask(rank), **given)
 
