@@ -36,7 +36,7 @@ def largest(logits: Tensor, targets: ChunkTargets) -> tuple[Tensor, Tensor]:
     Collectives: a MAX all-reduce of those (R > 1).
     """
     assert targets.several is not None
-    columns = targets.several.columns.t().long()  # [C, K]
+    columns = targets.several.columns.t().contiguous().long()  # [C, K]: a row's entries lie near each other
     products = logits.gather(1, columns.clamp(min=0))
     s = rows_torch.scaled_logits(products, targets.logit_scale, targets.form.softcap)
     if targets.inv_temperature is not None:
@@ -59,9 +59,9 @@ def row_gradients(
 ) -> None:
     """Write the gradients of the logits into ``out``."""
     assert targets.several is not None
-    form, given = targets.form, targets.several.columns.t()  # [C, K]
+    form, given = targets.form, targets.several.columns.t().contiguous()  # [C, K]
     of_rows, pull, factor = form.pull(terms, upstream, targets.several.shares)
-    at = pull.of_labels(of_rows).t().masked_fill(given == EMPTY, 0.0)
+    at = torch.where(given == EMPTY, 0.0, pull.of_labels(of_rows).t())
     columns, place = _stand_ins(given)
     products = logits.gather(1, columns)
     own = _of_column(at, columns, place, scratch=out)

@@ -1,4 +1,5 @@
-"""Facts of one rank alone, its memory and its machine, never change the collectives of its group."""
+"""What one rank alone has: its memory and machine never change the collectives of its group; arguments that
+differ raise on all of them."""
 
 from __future__ import annotations
 
@@ -14,7 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fused_ce import FusedCEConfig, fused_linear_distillation, wgrad
+from megatron_fused_ce import (
+    FusedCEConfig,
+    fused_linear_distillation,
+    fused_linear_topk_distillation,
+    planner,
+    wgrad,
+)
 from megatron_fused_ce.call import Call
 from megatron_fused_ce.kernels import gemm_variants
 from megatron_fused_ce.logits import choose
@@ -22,6 +29,7 @@ from megatron_fused_ce.op import HeadOutputs, linear_cross_entropy
 from megatron_fused_ce.parallel import RankDisagreement, history_of
 from megatron_fused_ce.rl import masked_token_log_probs, token_log_probs
 from megatron_fused_ce.scripts.lib.collectives import Collectives
+from tests.support.head import fresh_group
 from tests.support.op import at_odd_offset, with_odd_rows
 from tests.support.ranks import Rank, on_ranks
 
@@ -90,22 +98,21 @@ def serve_everywhere() -> Any:
 
 @on_ranks(2)
 @everywhere
-def test_hidden_states_move_on_call_2(rank: Rank, place) -> None:
-    """On call 2, on the last rank alone; the others' collectives are those of call 1."""
+@pytest.mark.parametrize("what", ["hidden", "weight"])
+def test_a_tensor_that_lies_badly(rank: Rank, what, place) -> None:
+    """On call 2, on the last rank alone: copied there, of a weight it is said; the others' collectives are
+    those of call 1. Hidden states from the start, too."""
     call = OneHead(rank)
     _, first = call()
-    out, again = call(place_hidden=PLACES[place] if is_last(rank) else torch.clone)
-    assert out.logits_backend == "scaled_exp"
-    assert all(map(torch.equal, first, again))
-
-
-@on_ranks(2)
-@everywhere
-def test_hidden_states_lie_badly_from_the_start(rank: Rank, place) -> None:
-    expected = OneHead(rank)()[1]
-    out, made = OneHead(rank)(place_hidden=PLACES[place] if is_last(rank) else torch.clone)
-    assert out.logits_backend == "scaled_exp"
-    assert all(map(torch.equal, expected, made))
+    where = {f"place_{what}": PLACES[place]} if is_last(rank) else {}
+    for head in (call, OneHead(rank)) if what == "hidden" else (call,):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            out, again = head(**where)
+        assert out.logits_backend == "scaled_exp"
+        assert all(map(torch.equal, first, again))
+        copies = [str(one.message) for one in told if "is copied in every call" in str(one.message)]
+        assert len(copies) == (is_last(rank) and what == "weight")
 
 
 @on_ranks(2)
@@ -126,44 +133,20 @@ def test_a_weight_lies_badly_from_the_start(rank: Rank, place) -> None:
 
 
 @on_ranks(2)
-def test_a_weight_lies_badly_and_the_backend_was_named(rank: Rank) -> None:
-    """From the start: an error on every rank, whose call goes on without that request."""
-    call = OneHead(rank)
+@pytest.mark.parametrize("words", ["rows of weight that are contiguous", "there is no triton"])
+def test_a_backend_that_one_rank_cannot_have(rank: Rank, words) -> None:
+    """Named: an error on every rank, whose call goes on without that request."""
+    call, missing = OneHead(rank), None
+    where = {"place_weight": at_odd_offset} if is_last(rank) and "weight" in words else {}
+    if is_last(rank) and "triton" in words:
+        missing = ImportError(words)
     for _ in range(2):
-        try:
-            call(place_weight=at_odd_offset if is_last(rank) else torch.clone)
-        except ValueError as error:
-            assert "rows of weight that are contiguous" in str(error), str(error)
-        else:
-            raise AssertionError("no error on this rank")
+        with (
+            patch.object(choose, "choose", side_effect=missing, wraps=choose.choose),
+            pytest.raises((ImportError, ValueError), match=words),
+        ):
+            call(**where)
     call(config=FusedCEConfig(num_chunks=2))
-
-
-@on_ranks(2)
-def test_bad_labels_on_one_rank_where_a_head_is_new(rank: Rank) -> None:
-    """Both ranks compare the head's first call, though their group has seen another head."""
-    call = OneHead(rank)
-    call()
-    call.weight = call.weight[: ROWS // 2].clone()
-    if is_last(rank):
-        call.labels = call.labels[:-1]
-    with pytest.raises(ValueError, match="labels"):
-        call()
-
-
-@on_ranks(2)
-@everywhere
-def test_a_weight_moves_on_call_2(rank: Rank, place) -> None:
-    """On call 2, on the last rank alone: copied there, and said."""
-    call = OneHead(rank)
-    _, first = call()
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        out, again = call(place_weight=PLACES[place] if is_last(rank) else torch.clone)
-    assert out.logits_backend == "scaled_exp"
-    assert all(map(torch.equal, first, again))
-    copies = [str(one.message) for one in told if "is copied in every call" in str(one.message)]
-    assert len(copies) == is_last(rank)
 
 
 @on_ranks(2)
@@ -218,19 +201,6 @@ def test_another_device_on_one_rank(rank: Rank) -> None:
 
 
 _RECOMPUTE = FusedCEConfig(strategy="recompute")
-
-
-@on_ranks(2)
-def test_no_triton_on_one_rank(rank: Rank) -> None:
-    call = OneHead(rank)
-    missing = ImportError("there is no triton") if is_last(rank) else None
-    with patch.object(choose, "choose", side_effect=missing, wraps=choose.choose):
-        try:
-            call()
-        except (ImportError, ValueError) as error:
-            assert "there is no triton" in str(error), str(error)
-        else:
-            raise AssertionError("no error on this rank")
 
 
 @on_ranks(2)
@@ -317,6 +287,168 @@ def test_a_kernel_that_compiles_on_one_rank_alone(rank: Rank) -> None:
     by_name = call(config=replace(auto, logits_backend="gemm_rows"))[1]
     assert all(map(torch.equal, made, by_name))
 
+
+# --- arguments that differ -----------------------------------------------------------------------
+
+
+def ones(*shape: int) -> torch.Tensor:
+    return torch.ones(*shape)
+
+
+def small_call(rank: Rank, group: Any, kind: str = "loss", **changes: Any) -> None:
+    """A small call that one rank makes with other arguments than the rest."""
+    labels, teacher = ones(1, 8).long(), {"teacher_hidden": ones(8, 1, 3), "teacher_weight": ones(5, 3)}
+    call, beside = {
+        "loss": (lambda **given: linear_cross_entropy(Call(**given)), {"labels": labels}),
+        "top-k": (
+            fused_linear_topk_distillation,
+            {"teacher_ids": labels[..., None], "teacher_log_probs": -ones(1, 8, 1)},
+        ),
+        "divergence": (fused_linear_distillation, teacher),
+    }[kind]
+    config = FusedCEConfig(num_chunks=2)
+    given = {"hidden": ones(8, 1, 4).requires_grad_(kind == "divergence"), "weight": ones(5, 4)}
+    given |= {"config": config, "tp_group": group, **beside, **changes}
+    placed = {
+        name: x.to(rank.device) if isinstance(x, torch.Tensor) and not x.is_meta else x
+        for name, x in given.items()
+    }
+    call(**placed)  # type: ignore[operator]
+
+
+#: What one rank gives otherwise, and the words of every rank's error.
+OF_A_LOSS: dict[str, tuple[dict[str, Any], str]] = {
+    "outputs": ({"outputs": ("lse", "entropy")}, r"disagree on outputs: \(\);"),
+    "tokens": (
+        {"hidden": ones(6, 1, 4), "labels": ones(1, 6).long()}, r"disagree on hidden: float32 \[8, 1, 4\]"
+    ),
+    "chunking": ({"config": FusedCEConfig(num_chunks=3)}, "disagree on"),
+    "merge": ({"config": FusedCEConfig(num_chunks=2, merge="all_reduce")}, "disagree on merge"),
+    "z-loss": ({"config": FusedCEConfig(num_chunks=2, z_loss=1e-4)}, "disagree on z_loss"),
+    "temperature": ({"temperature": 0.5}, "disagree on temperature"),
+    "temperatures": ({"temperature": ones(1, 8)}, "disagree on temperature"),
+    "reduction": ({"reduce_grad_hidden": False}, "disagree on reduce_grad_hidden"),
+    "temperature below 0": ({"temperature": -1.0}, "above 0 and finite"),
+    "bad shape": ({"hidden": ones(8, 1, 3)}, "H = 3"),
+    "bad dtype": ({"labels": ones(1, 8)}, "expected int64"),
+    "bad dtype of hidden": ({"hidden": ones(8, 1, 4).double()}, "has dtype"),
+    "another dtype of hidden": ({"hidden": ones(8, 1, 4).half()}, "expected one dtype"),
+    "config's type": ({"config": "store"}, "config must be a FusedCEConfig"),
+    "weights elsewhere": ({"token_weights": ones(1, 8).to("meta")}, "token_weights on meta"),
+}  # fmt: skip
+DISAGREE, CUT = "disagree on distillation", "one cut of the vocabulary|teacher's shard does not fit"
+OF_A_TEACHER: dict[str, tuple[dict[str, Any], str]] = {
+    "no tensor": ({"teacher_hidden": [1.0]}, "teacher_hidden is a list"),
+    "tokens of both": ({"teacher_hidden": ones(6, 1, 3)}, r"expected \(8, 1, 3\), the student's tokens"),
+    "a gradient": ({"teacher_hidden": ones(8, 1, 3).requires_grad_()}, "the teacher gets none"),
+    "H_t": ({"teacher_hidden": ones(8, 1, 2), "teacher_weight": ones(5, 2)}, DISAGREE),
+    "dtype": ({"teacher_hidden": ones(8, 1, 3).half(), "teacher_weight": ones(5, 3).half()}, DISAGREE),
+    "divergence": ({"divergence": "jsd"}, DISAGREE),
+    "beta": ({"beta": 0.25}, DISAGREE),
+    "no such divergence": ({"divergence": "kl"}, "choose one of forward_kl"),
+    "temperature of both": ({"temperature": 2.0}, "disagree on temperature"),
+    "scale": ({"teacher_logit_scale": 2.0}, DISAGREE),
+    "split": ({"teacher_hidden": ones(4, 1, 3), "teacher_sequence_parallel": True}, DISAGREE),
+    "labels": ({"labels": ones(1, 8).long()}, "disagree on outputs"),
+    "label weights": ({"label_weights": 1.0}, "without labels"),
+    "more rows": ({"teacher_weight": ones(6, 3)}, CUT),
+    "fewer rows": ({"teacher_weight": ones(4, 3)}, CUT),
+}
+OF_IDS = {"ids": ({"teacher_ids": [1]}, "must be tensors")}
+KINDS = {"loss": OF_A_LOSS, "divergence": OF_A_TEACHER, "top-k": OF_IDS}
+DIFFERENCES = {name: (kind, *row) for kind, rows in KINDS.items() for name, row in rows.items()}
+
+
+def differs(rank: Rank, group: Any, what: str, **everywhere: Any) -> None:
+    """The last rank gives it; every rank raises."""
+    kind, changes, words = DIFFERENCES[what]
+    with pytest.raises((TypeError, ValueError), match=words):
+        small_call(rank, group, kind, **{**everywhere, **(changes if is_last(rank) else {})})
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("what", DIFFERENCES)
+def test_one_rank_differs(rank: Rank, what) -> None:
+    """In a group's first call; in one that knows another head all compare the new one, the bad one too."""
+    with fresh_group(rank) as group:
+        differs(rank, group, what)
+    with fresh_group(rank) as group:
+        small_call(rank, group, weight=ones(9, 4))
+        differs(rank, group, what)
+        small_call(rank, group, DIFFERENCES[what][0])
+
+
+@on_ranks(2, pytest.param(4, marks=pytest.mark.rest))
+@pytest.mark.parametrize("what", ["outputs", "tokens", "bad shape", "bad dtype"])
+def test_one_rank_differs_later(rank: Rank, what) -> None:
+    """In a later call, under debug_checks, which all ranks give."""
+    debug = {"config": FusedCEConfig(num_chunks=2, debug_checks=True)}
+    with fresh_group(rank) as group:
+        small_call(rank, group, **debug)
+        differs(rank, group, what, **debug)
+
+
+@on_ranks(2)
+def test_a_teacher_on_one_rank(rank: Rank) -> None:
+    with fresh_group(rank) as group, pytest.raises(ValueError, match="disagree on"):
+        small_call(rank, group, "loss" if is_last(rank) else "divergence")
+
+
+@on_ranks(2)
+def test_another_teacher_of_one_student(rank: Rank) -> None:
+    """A cut that does not fit is found in the call that brings it; other lengths are not compared."""
+    with fresh_group(rank) as group:
+        small_call(rank, group, "divergence")
+        with pytest.raises(ValueError, match="expected one cut of the vocabulary"):
+            small_call(rank, group, "divergence", teacher_weight=ones(6, 3))
+        with Collectives({group: "tp"}) as seen:
+            small_call(rank, group, "divergence", hidden=ones(6, 1, 4), teacher_hidden=ones(6, 1, 3))
+        assert [call.name for call in seen.calls] == ["all_gather"] * 2 + ["all_reduce"]
+
+
+@on_ranks(2)
+def test_shards_that_overlap(rank: Rank) -> None:
+    with fresh_group(rank) as group, pytest.raises(ValueError, match="overlap"):
+        small_call(rank, group, vocab_start=0)
+
+
+@on_ranks(2, 4)
+def test_other_shards_over_the_same_group(rank: Rank) -> None:
+    """A head with unequal shards, then equal ones as small as the smallest: planned alike on every rank."""
+    last = rank.size - 1
+    with fresh_group(rank) as group, patch.object(planner, "plan", wraps=planner.plan) as plan:
+        for rows in (5 + 40 * rank.rank, 5, 5 + 3 * rank.rank, 9):
+            small_call(rank, group, weight=ones(rows, 4))
+    planned = [call.args[0].num_rows for call in plan.call_args_list]
+    assert planned == [5 + 40 * last, 5, 5 + 3 * last, 9], planned
+
+
+@on_ranks(1, 2)
+def test_more_real_tokens_than_rows(rank: Rank) -> None:
+    """Five rows a rank."""
+    words = f"the vocabulary has {5 * rank.size} rows"
+    with fresh_group(rank) as group:
+        small_call(rank, group, config=FusedCEConfig(true_vocab_size=5 * rank.size))
+    with fresh_group(rank) as group, pytest.raises(ValueError, match=words):
+        small_call(rank, group, config=FusedCEConfig(true_vocab_size=5 * rank.size + 1))
+
+
+@on_ranks(2)
+def test_later_calls_are_not_checked(rank: Rank) -> None:
+    """After the first call nothing is compared: a changed option passes unseen, and costs no collective."""
+    issued = []
+    with fresh_group(rank) as group:
+        for scale in (1.0, 1.0, 1.0 + rank.rank):
+            config = FusedCEConfig(num_chunks=2, logit_scale=scale)
+            with Collectives({group: "tp"}) as seen:
+                small_call(rank, group, vocab_start=5 * rank.rank, config=config)
+            issued.append([call.name for call in seen.calls])
+    first, *later = issued
+    assert later == [["all_gather"] * 2] * 2, issued  # a merge for each chunk
+    assert len(first) > 2
+
+
+# --- numbers that differ ---------------------------------------------------------------------------
 
 CHECKED = FusedCEConfig(debug_checks=True)
 

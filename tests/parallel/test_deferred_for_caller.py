@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,21 +12,8 @@ from torch import Tensor
 
 from megatron_fused_ce.adapter.deferred_logits import DeferredLogits
 from megatron_fused_ce.scripts.lib.live_storages import LogitStorages
-from tests.support import stand_in
-from tests.support.megatron import (
-    BATCH,
-    HIDDEN,
-    INSTALLED,
-    NEWEST,
-    SEQUENCE,
-    VOCAB,
-    Model,
-    assert_same_gradients,
-    build,
-    have_groups,
-    of_core,
-    positions_and_mask,
-)
+from tests.support import megatron, stand_in
+from tests.support.megatron import BATCH, NEWEST, SEQUENCE, VOCAB, Model, build, flag, have_groups, of_core
 from tests.support.ranks import Rank, on_ranks
 
 TEMPERATURE = 0.7
@@ -97,7 +83,7 @@ class Seen:
         generator = torch.Generator().manual_seed(3)
         ids = torch.randint(0, VOCAB, (1, SEQUENCE), generator=generator).to(rank.device)
         upstream = torch.randn(2, SEQUENCE, generator=generator).to(rank.device)
-        positions, causal = positions_and_mask(rank)
+        positions, causal = megatron.positions_and_mask(rank)
         self.made: list[tuple[Tensor, Tensor | None]] = []
 
         def loss(logits: Any, non_loss_data: bool = False) -> Any:
@@ -117,13 +103,13 @@ class Seen:
             get_forward_backward_func(), forward_step_func=step, data_iterator=None, model=[caller],
             num_microbatches=1, seq_length=SEQUENCE, micro_batch_size=1,
         )  # fmt: skip
-        with LogitStorages(vocab_rows=VOCAB // rank.size, hidden_size=HIDDEN) as self.storages:
+        with LogitStorages(vocab_rows=VOCAB // rank.size, hidden_size=megatron.HIDDEN) as self.storages:
             run(forward_only=True, collect_non_loss_data=True)
             run(forward_only=False)
         self.gradients = {name: parameter.grad for name, parameter in built.named_parameters()}
 
 
-@on_ranks(of_core(2, NEWEST), of_core(1, NEWEST, pytest.mark.rest), of_core(2, INSTALLED))
+@on_ranks(of_core(2, NEWEST), of_core(1, NEWEST, pytest.mark.rest), of_core(2, megatron.INSTALLED))
 @pytest.mark.parametrize("caller", CALLERS)
 @pytest.mark.parametrize(
     ("name", "entropy", "real"),
@@ -136,22 +122,14 @@ class Seen:
     ],
 )
 def test_off_against_on(rank: Rank, caller, name, entropy, real):
-    import megatron_fused_ce
-
     model = MODELS[name]
-    if rank.size == 1:
-        model = replace(model, sequence_parallel=False)
     have_groups(rank.size)
-    counters = megatron_fused_ce.counters()
-    megatron_fused_ce.disable()
     off = Seen(model, rank, CALLERS[caller], entropy, real)
     precision = "activations" if model.dtype == torch.bfloat16 else "auto"
-    config = megatron_fused_ce.FusedCEConfig(strategy="recompute", num_chunks=6, logit_precision=precision)
-    megatron_fused_ce.enable(config, deferred_logits=True)
-    counters.reset()
-    on = Seen(model, rank, CALLERS[caller], entropy, real)
-    megatron_fused_ce.disable()
-    assert (counters.fused, counters.materialised, counters.stock) == ((0, 2, 0) if real else (2, 0, 0))
+    options = {"strategy": "recompute", "num_chunks": 6, "logit_precision": precision}
+    with flag(deferred_logits=True, **options) as seen:
+        on = Seen(model, rank, CALLERS[caller], entropy, real)
+    assert seen.counts == ((0, 2, 0) if real else (2, 0, 0))
     bound = 2e-7 if model.dtype == torch.float32 else 1e-2
     for got, right in zip(on.made, off.made, strict=True):
         assert [x is None for x in got] == [x is None for x in right] == [False, entropy == "none"]
@@ -161,7 +139,7 @@ def test_off_against_on(rank: Rank, caller, name, entropy, real):
             assert mine.dtype == torch.float32 and mine.shape == theirs.shape
             assert mine.requires_grad == theirs.requires_grad
             assert (mine.double() - theirs.double()).norm() <= bound * theirs.double().norm()
-    assert_same_gradients(on.gradients, off.gradients, model.dtype != torch.float32)
+    megatron.assert_same_gradients(on.gradients, off.gradients, model.dtype != torch.float32)
     # Stock holds [T, V / R] in fp32 at least, the head some of six chunks (entropy takes a third one).
     everything = 4 * SEQUENCE * VOCAB // rank.size
     assert off.storages.peak_bytes >= everything
@@ -172,39 +150,32 @@ def test_off_against_on(rank: Rank, caller, name, entropy, real):
 @on_ranks(of_core(2, NEWEST))
 def test_weights_that_were_changed_before_their_log_probs(rank: Rank):
     """Logits were computed at the call; the fused head computes only now, and would take the new ones."""
-    import megatron_fused_ce
-
     have_groups(rank.size)
     ids = torch.zeros(1, SEQUENCE, dtype=torch.int64, device=rank.device)
-    megatron_fused_ce.enable(deferred_logits=True)
-    model = build(Model(), rank)
-    positions, causal = positions_and_mask(rank)
-    with torch.no_grad():
+    positions, causal = megatron.positions_and_mask(rank)
+    with flag(deferred_logits=True), torch.no_grad():
+        model = build(Model(), rank)
         logits = model(ids, positions[:1], causal, labels=None)
         model.output_layer.weight.mul_(1.5)
         with pytest.raises(RuntimeError, match="changed in place between its call"):
             at_once(logits.float(), ids[0], "none", False)
-    megatron_fused_ce.disable()
 
 
 @on_ranks(of_core(1, NEWEST))
 def test_an_upcast_imported_by_name_before_takes_deferred_logits(rank: Rank):
     """As the schedules of combined 1F1B have it, in a process that turns the head on later."""
-    import megatron_fused_ce
     from megatron_fused_ce.adapter import rl_logprobs
 
     def stock(value: Any) -> Any:
         raise AssertionError("not for deferred logits")
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, flag(deferred_logits=True):
         theirs = stand_in.module(patch, "transformer.module", float16_to_fp32=stock)
         early = stand_in.module(patch, "common.utils", float16_to_fp32=stock)
         rl_logprobs.patch_upcast(theirs)
         have_groups(1)
-        megatron_fused_ce.enable(deferred_logits=True)
         model = build(Model(dtype=torch.bfloat16), rank)
         ids = torch.zeros(BATCH, SEQUENCE, dtype=torch.int64, device=rank.device)
-        logits = model(ids, *positions_and_mask(rank), labels=None)
-        megatron_fused_ce.disable()
+        logits = model(ids, *megatron.positions_and_mask(rank), labels=None)
         assert early.float16_to_fp32(logits).dtype == torch.float32
         assert not logits.is_real

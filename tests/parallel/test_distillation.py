@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -12,41 +13,14 @@ import torch.distributed as dist
 from megatron_fused_ce import (
     DistillationOutputs,
     FusedCEConfig,
-    fused_linear_cross_entropy,
     fused_linear_distillation,
     masked_tokens,
     parallel,
 )
 from megatron_fused_ce.rl import token_divergence
-from megatron_fused_ce.scripts.lib.collectives import Collectives
-from tests.support import pairs
-from tests.support.distillation import (
-    CONFIDENT,
-    KINDS,
-    OPTIONS,
-    RAISED,
-    TEMPERATURES,
-    DistillationProblem,
-    DistillationResult,
-    assert_right,
-    confident,
-    exact_rows,
-    make_problem,
-    plain,
-    worst_row,
-)
-from tests.support.head import (
-    AtItsStart,
-    AtItsWait,
-    fresh_group,
-    rows_of,
-    same_on_all_ranks,
-    scaled_exp_dtype,
-    strategy_in_place,
-    tokens_of,
-    whole_hidden,
-    whole_rows,
-)
+from tests.support import distillation, head, pairs
+from tests.support.distillation import CONFIDENT, KINDS, DistillationResult, assert_right, make_problem, plain
+from tests.support.head import AtItsStart, AtItsWait, rows_of, same_on_all_ranks, scaled_exp_dtype, tokens_of
 from tests.support.op import STRATEGIES
 from tests.support.ranks import Rank, on_ranks
 
@@ -56,7 +30,7 @@ VOCAB = {"equal": 100, "unequal": 97}
 
 def over_ranks(
     rank: Rank,
-    problem: DistillationProblem,
+    problem: distillation.DistillationProblem,
     config: FusedCEConfig,
     *,
     sp: bool = False,
@@ -85,7 +59,9 @@ def over_ranks(
     made.loss.backward(problem.upstream)
     outputs = DistillationOutputs(*(None if each is None else each.detach() for each in made))
     same_on_all_ranks(rank, *outputs)
-    return DistillationResult(outputs, whole_hidden(rank, hidden.grad, sp), whole_rows(rank, weight.grad))
+    return DistillationResult(
+        outputs, head.whole_hidden(rank, hidden.grad, sp), head.whole_rows(rank, weight.grad)
+    )
 
 
 def against_fp64(
@@ -93,7 +69,7 @@ def against_fp64(
     sequence_parallel=False, teacher_sequence_parallel=None, merge="auto", shards="unequal",
     skips="nothing", chunk_tokens=20, dtype="float32", s=24,
 ):  # fmt: skip
-    options, rows = dict(OPTIONS[option]), VOCAB[shards]
+    options, rows = dict(distillation.OPTIONS[option]), VOCAB[shards]
     if "padding" in options:
         rows -= options["padding"][0]
     problem = make_problem(
@@ -106,7 +82,7 @@ def against_fp64(
         left_out[:, : s // 4] = True  # the ranks' parts differ in how many
         problem = replace(problem, upstream=problem.upstream.masked_fill(left_out, 0.0))
         left_out = (problem.upstream == 0) & (skips == "masked")
-    with strategy_in_place(strategy) as name, patch.object(masked_tokens, "ROUND_TO", 4):
+    with head.strategy_in_place(strategy) as name, patch.object(masked_tokens, "ROUND_TO", 4):
         config = problem.config(
             strategy=name,
             chunk_tokens=chunk_tokens,
@@ -128,7 +104,7 @@ def against_fp64(
 CASES = {"-".join(map(str, row.values())): row for row in pairs.rows_of("divergence over ranks")}
 
 
-@on_ranks(2)
+@on_ranks(2, pytest.param(4, marks=pytest.mark.rest))
 @pytest.mark.parametrize("case", CASES)
 def test_against_fp64(rank: Rank, case):
     case = CASES[case]
@@ -141,10 +117,8 @@ def test_against_fp64(rank: Rank, case):
     [
         {"kind": "forward_kl", "strategy": "store", "sequence_parallel": True},
         {
-            "kind": "jsd",
-            "strategy": "recompute",
-            "teacher_sequence_parallel": True,
-            "option": "label weights",
+            **{"kind": "jsd", "strategy": "recompute", "teacher_sequence_parallel": True},
+            **{"option": "label weights"},
         },
         {
             **{"kind": "reverse_kl", "strategy": "grad_in_forward", "sequence_parallel": True},
@@ -156,14 +130,6 @@ def test_against_fp64(rank: Rank, case):
 def test_four_ranks(rank: Rank, case):
     """A shard of one class, and classes that the sides are sure of on shards of their own."""
     against_fp64(rank, **case, merge="packed")
-
-
-@pytest.mark.rest
-@on_ranks(1, 4)
-@pytest.mark.parametrize("case", CASES)
-def test_against_fp64_on_one_and_four(rank: Rank, case):
-    case = CASES[case]
-    against_fp64(rank, **case, s=24 if case["dtype"] == "float32" else 48)
 
 
 @on_ranks(2)
@@ -185,19 +151,18 @@ def test_logits_of_the_scaled_exp_gemm(rank: Rank, kind, strategy):
 @pytest.mark.parametrize("merge", ["packed", "all_reduce"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_confident_rows(rank: Rank, kind, merge):
-    """The sides' largest logits on shards of their own; on both shards alike."""
-    for sides in CONFIDENT:
-        for temperature in TEMPERATURES:
-            for raised in RAISED:
-                problem = confident(
-                    512, raised, sides, device=rank.device, kind=kind, temperature=temperature
-                )
-                if raised == 8:
-                    problem.weight[-1] = problem.weight[0]
-                made = over_ranks(rank, problem, problem.config(strategy="store", merge=merge), entropy=False)
-                assert made.grad_weight is not None
-                error = worst_row(made.grad_weight.t(), exact_rows(problem))
-                assert error <= 2e-6, f"{sides}, temperature {temperature}, raised by {raised}: {error}"
+    """The sides' largest logits on shards of their own; on both shards alike. More of them on one rank:
+    tests/op."""
+    for sides, temperature, raised in itertools.product(CONFIDENT, (0.1, 1.0), (8, 30, 100)):
+        problem = distillation.confident(
+            512, raised, sides, device=rank.device, kind=kind, temperature=temperature
+        )
+        if raised == 8:
+            problem.weight[-1] = problem.weight[0]
+        made = over_ranks(rank, problem, problem.config(strategy="store", merge=merge), entropy=False)
+        assert made.grad_weight is not None
+        error = distillation.worst_row(made.grad_weight.t(), distillation.exact_rows(problem))
+        assert error <= 2e-6, f"{sides}, temperature {temperature}, raised by {raised}: {error}"
 
 
 @on_ranks(2)
@@ -223,152 +188,3 @@ def test_gradients_that_the_caller_sums(rank: Rank):
     dist.all_reduce(hidden.grad)
     outputs = plain(problem, torch.float64).outputs._replace(loss=made.loss.detach())
     assert_right(problem, DistillationResult(outputs, hidden.grad, None))
-
-
-# --- collectives --------------------------------------------------------------------------------
-
-#: Of two chunks of C = 6 tokens, H = 8, H_t = 4, without labels: what leaves, by a letter each.
-LETTERS = {
-    ("all_gather", 8): "h",  # hidden states of a chunk [C, H]
-    ("all_gather", 4): "t",  # the teacher's [C, H_t], or of all tokens
-    ("all_gather", 12): "m",  # the merge: statistics of both sides [4, 2 C]
-    ("all_reduce", 8): "g",  # grad_hidden of a chunk
-    ("reduce_scatter", 8): "g",
-}
-
-
-def letter_of(call) -> str:
-    if call.op == "MAX":
-        return "v"  # what grad_in_forward was promised
-    shape = call.shapes[0]
-    if call.name == "all_reduce" and shape in ((6,), (1, 12), (2, 6)):
-        # KL(p_s || m) of a chunk; the divergence of all tokens.
-        return "k" if shape == (6,) else "d"
-    return LETTERS.get((call.name, shape[-1]), str(call))
-
-
-ORDERS = {
-    # kind, strategy, the student's and the teacher's sequence parallelism: forward and backward
-    ("forward_kl", "store", False, False): ("mmd", "gg"),
-    ("forward_kl", "store", False, True): ("tmmd", "gg"),
-    ("forward_kl", "store", True, False): ("hhmmd", "ghg"),
-    ("forward_kl", "store", True, True): ("hhtmtmd", "ghg"),
-    ("jsd", "store", True, True): ("hhtmktmkd", "ghg"),
-    ("reverse_kl", "recompute", False, False): ("mkmkd", "gg"),
-    ("reverse_kl", "recompute", False, True): ("tmkmkd", "gg"),
-    ("reverse_kl", "recompute", True, True): ("hhtmktmkd", "htgtg"),
-    ("forward_kl", "grad_in_forward", True, True): ("hhtmgtmgd", "v"),
-    ("reverse_kl", "grad_in_forward", False, False): ("mkgmkgd", "v"),
-}
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("order", ORDERS, ids=str)
-def test_collectives_in_order(rank: Rank, order):
-    kind, strategy, sp, teacher_sp = order
-    problem = make_problem(s=6, b=2, sizes=(8, 4), vocab=100, kind=kind, device=rank.device)
-    config = problem.config(strategy=strategy, num_chunks=2, merge="packed")
-    hidden = problem.hidden[tokens_of(rank, 6, sp)].clone().requires_grad_()
-    rows = rows_of(rank, "equal", 100)
-    weight = problem.weight[rows].clone().requires_grad_()
-    teacher = problem.teacher_hidden[tokens_of(rank, 6, teacher_sp)], problem.teacher_weight[rows]
-    settings = {**problem.options, "tp_group": rank.group, "sequence_parallel": sp, "config": config}
-    settings |= {"teacher_sequence_parallel": teacher_sp, "token_weights": problem.upstream}
-    seen = []
-    for _ in range(2):  # a head's first call is compared
-        with Collectives({rank.group: "tp"}) as forward:
-            loss = fused_linear_distillation(hidden, weight, *teacher, **settings).loss
-        with Collectives({rank.group: "tp"}) as backward:
-            loss.backward(problem.upstream)
-        seen.append((forward.calls, backward.calls))
-    letters = tuple("".join(map(letter_of, calls)) for calls in seen[1])
-    assert letters == ORDERS[order], letters
-    first, then = (len(calls[0]) for calls in seen)
-    assert first - then == 2, "the comparison, and whether a shard of the teacher is another"
-
-
-# --- ranks that disagree ------------------------------------------------------------------------
-
-
-def one_call(rank: Rank, group, **changes):
-    """A small call that one rank makes with other arguments than the rest."""
-
-    def ones(*shape):
-        return torch.ones(*shape, device=rank.device)
-
-    arguments = {
-        **{"hidden": ones(8, 1, 4).requires_grad_(), "weight": ones(5, 4)},
-        **{"teacher_hidden": ones(8, 1, 3), "teacher_weight": ones(5, 3)},
-        **{"config": FusedCEConfig(num_chunks=2), "tp_group": group},
-    }
-    return fused_linear_distillation(**{**arguments, **changes})
-
-
-#: What the last rank gives otherwise, and the words of every rank's error.
-DIFFERENCES = {
-    "no tensor": (lambda ones: {"teacher_hidden": [1.0]}, "teacher_hidden is a list"),
-    "tokens": (lambda ones: {"teacher_hidden": ones(6, 1, 3)}, r"expected \(8, 1, 3\), the student's tokens"),
-    "a gradient": (lambda ones: {"teacher_hidden": ones(8, 1, 3).requires_grad_()}, "the teacher gets none"),
-    "H_t": (
-        lambda ones: {"teacher_hidden": ones(8, 1, 2), "teacher_weight": ones(5, 2)},
-        "disagree on distillation",
-    ),
-    "dtype": (
-        lambda ones: {"teacher_hidden": ones(8, 1, 3).half(), "teacher_weight": ones(5, 3).half()},
-        "disagree on distillation",
-    ),
-    "divergence": (lambda ones: {"divergence": "jsd"}, "disagree on distillation"),
-    "beta": (lambda ones: {"beta": 0.25}, "disagree on distillation"),
-    "no such divergence": (lambda ones: {"divergence": "kl"}, "choose one of forward_kl"),
-    "temperature": (lambda ones: {"temperature": 2.0}, "disagree on temperature"),
-    "scale": (lambda ones: {"teacher_logit_scale": 2.0}, "disagree on distillation"),
-    "split": (
-        lambda ones: {"teacher_hidden": ones(4, 1, 3), "teacher_sequence_parallel": True},
-        "disagree on distillation",
-    ),
-    "labels": (lambda ones: {"labels": ones(1, 8).long()}, "disagree on outputs"),
-    "label weights": (lambda ones: {"label_weights": 1.0}, "without labels"),
-    "no teacher": (None, "disagree on"),
-    "more rows": (
-        lambda ones: {"teacher_weight": ones(6, 3)},
-        "one cut of the vocabulary|teacher's shard does not fit",
-    ),
-    "fewer rows": (
-        lambda ones: {"teacher_weight": ones(4, 3)},
-        "one cut of the vocabulary|teacher's shard does not fit",
-    ),
-}
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("what", DIFFERENCES)
-def test_one_rank_differs(rank: Rank, what):
-    """In a group's first call: every rank raises."""
-    make, words = DIFFERENCES[what]
-    with fresh_group(rank) as group, pytest.raises((TypeError, ValueError), match=words):
-        if rank.rank < rank.size - 1:
-            one_call(rank, group)
-        elif make is None:
-            hidden, weight = torch.ones(8, 1, 4, requires_grad=True), torch.ones(5, 4)
-            labels = torch.zeros(1, 8, dtype=torch.int64)
-            config = FusedCEConfig(num_chunks=2)
-            given = (x.to(rank.device) for x in (hidden, weight, labels))
-            fused_linear_cross_entropy(*given, tp_group=group, config=config)
-        else:
-            one_call(rank, group, **make(lambda *shape: torch.ones(*shape, device=rank.device)))
-
-
-@on_ranks(2)
-def test_another_teacher_of_one_student(rank: Rank):
-    """A cut that does not fit is found in the call that brings it; other lengths are not compared."""
-
-    def ones(*shape):
-        return torch.ones(*shape, device=rank.device)
-
-    with fresh_group(rank) as group:
-        one_call(rank, group)
-        with pytest.raises(ValueError, match="expected one cut of the vocabulary"):
-            one_call(rank, group, teacher_weight=ones(6, 3))
-        with Collectives({group: "tp"}) as seen:
-            one_call(rank, group, hidden=ones(6, 1, 4), teacher_hidden=ones(6, 1, 3))
-        assert [call.name for call in seen.calls] == ["all_gather"] * 2 + ["all_reduce"]

@@ -7,6 +7,7 @@ every parameter, gathered.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,17 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support import megatron, rl_utils
-from tests.support.megatron import (
-    BATCH,
-    CORE_0_19,
-    DDP,
-    SEQUENCE,
-    VOCAB,
-    Model,
-    both_cores,
-    have_groups,
-    needs_core,
-)
+from tests.support.megatron import CORE_0_19, DDP, Model, both_cores, flag, have_groups, needs_core
 from tests.support.op import STRATEGIES
 from tests.support.ranks import Rank, on_ranks
 
@@ -99,7 +90,7 @@ class Training(megatron.Training):
     """One model under training. ``seen``: what it can be compared by."""
 
     def __init__(self, rank: Rank, model: Model, sharding: Sharding) -> None:
-        built = megatron.build(model, replace(rank, size=1))
+        built = megatron.build(model, rank)
         distributed = sharding.kind == "megatron"
         super().__init__(rank, built, wrapped(sharding, built), distributed=distributed, lr=1e-3)
         self.sharding = sharding
@@ -108,11 +99,8 @@ class Training(megatron.Training):
 
     def losses(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Per-token losses ``[b, s]`` of tokens of this rank's own, and the mask."""
-        ids = torch.randint(0, VOCAB, (BATCH, SEQUENCE + 1), generator=self.generator)
-        mask = (torch.rand(BATCH, SEQUENCE, generator=self.generator) < 0.8).float()
-        ids, mask = ids.to(self.rank.device), mask.to(self.rank.device)
-        positions = megatron.positions_and_mask(self.rank)
-        return self.ddp(ids[:, :-1], *positions, labels=ids[:, 1:], loss_mask=mask), mask
+        batch = megatron.draw(self.rank, self.generator, 0.8)
+        return megatron.losses_of(self.ddp, batch, self.rank), batch.mask
 
     def train(self, number: int) -> None:
         self.zero_grad()
@@ -197,22 +185,15 @@ def test_other_cases_against_ddp(rank: Rank, case):
 
 
 def against_ddp(rank: Rank, case: str) -> None:
-    import megatron_fused_ce
-
     if case == "Megatron-FSDP, no_shard":
         needs_core(0, 19)  # 0.16.1's fails there without this package too
     have_groups(1)
     model, sharding = CASES[case]
-    megatron_fused_ce.disable()
     expected = trained(rank, model, Sharding())
-    counters = megatron_fused_ce.counters()
-    counters.reset()
-    megatron_fused_ce.enable(megatron_fused_ce.FusedCEConfig(strategy=model.strategy, num_chunks=3))
-    got = trained(rank, model, sharding)
-    megatron_fused_ce.disable()
+    with flag(strategy=model.strategy, num_chunks=3) as seen:
+        got = trained(rank, model, sharding)
     forwards = STEPS * MICRO_BATCHES + 1  # one in evaluation
-    heads = (1 + model.mtp) * forwards
-    assert (counters.fused, counters.materialised, counters.stock) == (heads, 0, 0)
+    assert seen.counts == ((1 + model.mtp) * forwards, 0, 0)
     assert got.keys() == expected.keys()
     for name, right in expected.items():
         difference = (got[name].double() - right.double()).norm()
@@ -227,8 +208,6 @@ def against_ddp(rank: Rank, case: str) -> None:
 @on_ranks(*BOTH)
 def test_a_sharding_hooks_output_is_the_loss(rank: Rank):
     """What a sharding hook puts in the place of the layer's output is what gets a gradient."""
-    import megatron_fused_ce
-
     have_groups(1)
     reached: list[bool] = []
 
@@ -238,9 +217,8 @@ def test_a_sharding_hooks_output_is_the_loss(rank: Rank):
         return replaced, None
 
     hook.__module__ = "megatron.core.distributed.fsdp.a_test"
-    megatron_fused_ce.enable()
-    built = megatron.build(Model(), replace(rank, size=1))
-    megatron_fused_ce.disable()
+    with flag():
+        built = megatron.build(Model(), rank)
     built.output_layer.register_forward_hook(hook)
     megatron.forward(built, rank, labels=True).sum().backward()
     assert reached == [True]
@@ -250,15 +228,11 @@ def test_a_sharding_hooks_output_is_the_loss(rank: Rank):
 @pytest.mark.parametrize("sharding", [FSDP2, FSDP2_OWN_UNIT, MEGATRON], ids=str)
 def test_accuracy_beside_the_loss(rank: Rank, sharding):
     """Counted beside the loss that hooks of the layer and of the model hand on."""
-    import megatron_fused_ce
-
     have_groups(1)
     alone = replace(rank, size=1)
-    megatron_fused_ce.disable()
-    batches, corrects = megatron.batches_half_right(megatron.build(Model(), alone), alone)
-    megatron_fused_ce.enable(log_accuracy=True)
-    training = Training(rank, Model(), sharding)
-    megatron_fused_ce.disable()
+    batches, corrects = megatron.batches_half_right(megatron.build(Model(), rank), alone)
+    with flag(log_accuracy=True):
+        training = Training(rank, Model(), sharding)
     for forward_only in (False, True):
         training.ddp.zero_grad_buffer()
         reports = megatron.run_schedule(training.ddp, batches, alone, forward_only)
@@ -269,28 +243,22 @@ def test_accuracy_beside_the_loss(rank: Rank, sharding):
 @pytest.mark.parametrize("sharding", [FSDP2, FSDP2_OWN_UNIT, MEGATRON], ids=str)
 def test_log_probs_of_a_sharded_model(rank: Rank, sharding):
     """Megatron's own: after the model's call weights are sharded again, and hooks wait for its output."""
-    import megatron_fused_ce
 
     def step(how: Sharding) -> tuple[torch.Tensor, torch.Tensor]:
         training = Training(rank, Model(tied=sharding.kind == "megatron"), how)
         training.ddp.zero_grad_buffer()
-        tokens = torch.randint(0, VOCAB, (BATCH, SEQUENCE), generator=training.generator).to(rank.device)
-        positions = torch.arange(SEQUENCE, device=rank.device).expand(BATCH, -1)
-        log_probs = rl_utils.get_logprobs(training.ddp, tokens, positions)
+        batch = megatron.draw(rank, training.generator)
+        positions, _ = megatron.positions_and_mask(rank)
+        log_probs = rl_utils.get_logprobs(training.ddp, batch.ids, positions)
         log_probs.mean().backward()
         training.ddp.finish_grad_sync()
         return log_probs.detach(), torch.as_tensor(training.optimizer.step()[1])
 
     have_groups(1)
-    megatron_fused_ce.disable()
     expected = step(Sharding())
-    counters = megatron_fused_ce.counters()
-    counters.reset()
-    with rl_utils.patched_caller():
-        megatron_fused_ce.enable()
+    with rl_utils.patched_caller(), flag() as seen:
         got = step(sharding)
-    megatron_fused_ce.disable()
-    assert (counters.fused, counters.materialised, counters.stock) == (0, 0, 1)
+    assert seen.counts == (0, 0, 1)
     for value, right in zip(got, expected, strict=True):
         assert (value - right).norm() <= BOUND * right.norm() > 0
 
@@ -303,18 +271,13 @@ def test_output_processor_of_a_sharded_model(rank: Rank, sharding):
 
     needs_core(0, 18)
     have_groups(1)
-    megatron_fused_ce.disable()
     processor = {"output_processor": megatron_fused_ce.output_processor}
     seen = []
     for how, given in ((Sharding(), {}), (sharding, processor)):
-        if how.own_unit:
-            megatron_fused_ce.enable()  # the unit is of its class
-        training = Training(rank, Model(tied=sharding.kind == "megatron"), how)
-        megatron_fused_ce.disable()
+        with flag() if how.own_unit else contextlib.nullcontext():  # the unit is of its class
+            training = Training(rank, Model(tied=sharding.kind == "megatron"), how)
         training.zero_grad()
-        tokens = torch.randint(0, VOCAB, (BATCH, SEQUENCE), generator=training.generator).to(rank.device)
-        where = megatron.positions_and_mask(rank)
-        made = training.ddp(tokens, *where, labels=tokens.roll(-1, 1), **given)
+        made = megatron.losses_of(training.ddp, megatron.draw(rank, training.generator), rank, **given)
         loss = -made[0] if given else made
         loss.mean().backward()
         training.ddp.finish_grad_sync()
@@ -326,11 +289,8 @@ def test_output_processor_of_a_sharded_model(rank: Rank, sharding):
 @on_ranks(*BOTH)
 def test_tied_under_fsdp2_is_refused(rank: Rank):
     """As Megatron's arguments do; the embedding's rows are elsewhere again by then."""
-    import megatron_fused_ce
-
     have_groups(1)
-    megatron_fused_ce.enable()
-    training = Training(rank, Model(tied=True), Sharding("fsdp2"))
-    megatron_fused_ce.disable()
+    with flag():
+        training = Training(rank, Model(tied=True), Sharding("fsdp2"))
     with pytest.raises(TypeError, match=r"weight is a DTensor, placed \(Shard\(dim=0\),\)"):
         training.losses()

@@ -1,279 +1,551 @@
-"""``grad_in_forward`` under Megatron's own optimizers: whatever the loss, it trains as ``recompute``.
+"""``grad_in_forward`` under Megatron's schedules and optimizers: for any loss it trains as ``recompute``.
 
-Real GPT, Mamba and Hybrid models in Megatron's DDP, trained by Megatron's optimizers as its train_step
-does. A wrong loss weights one token otherwise than the ``loss_mask`` that the model was called with.
+Real models in Megatron's DDP. A wrong loss weights a token of the last micro-batch otherwise than the
+``loss_mask`` that the model was called with, on the last data-parallel replica.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, parallel
+from megatron_fused_ce.scripts.lib.collectives import Collectives
 from tests.support import megatron
-from tests.support.megatron import (
-    BATCH,
-    DDP,
-    GRADIENT_BOUND,
-    INSTALLED,
-    NEWEST,
-    SEQUENCE,
-    VOCAB,
-    Model,
-    build,
-    have_groups,
-    needs_core,
-    of_core,
-    positions_and_mask,
-)
+from tests.support.megatron import BATCH, DDP, SEQUENCE, VOCAB, Model, both_cores, flag, of_core
 from tests.support.op import promises
 from tests.support.ranks import Rank, on_ranks
 
+TWO, FOUR = both_cores(2, needs_nccl=DDP), of_core(4, megatron.NEWEST)
 #: Both cores, one of them at TP 2.
-RANKS = [of_core(2, NEWEST, needs_nccl=DDP), of_core(1, INSTALLED)]
-PLAIN = Model()
+EITHER = [TWO[0], of_core(1, megatron.INSTALLED)]
+NUM_MICRO_BATCHES = 2
+PROMISES = Model(strategy="grad_in_forward")
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A model, its precision and its optimizer."""
+    """How a model is cut and stepped; what is left over of the ranks are replicas."""
 
-    model: Model = PLAIN
-    fp16: bool = False
+    model: Model = PROMISES
+    tp: int = 1
+    pp: int = 1
     distributed: bool = False
-    loss_scale: float = 2.0**4
     chained: bool = False
-    strategy: str = "grad_in_forward"
+    frozen: str = ""  # part of the names of frozen parameters
+    loss_scale: float = 2.0**8
 
-
-SETUP = Setup()
-FP16 = Model(dtype=torch.float16, extra={"fp16": True})
-BF16 = Model(dtype=torch.bfloat16)
-OPTIMIZERS = {
-    "fp32": Setup(),
-    "fp32, chained": Setup(chained=True),
-    "bf16": Setup(BF16),
-    "fp16": Setup(FP16, fp16=True),
-    "fp32, distributed": Setup(distributed=True),
-    "bf16, distributed": Setup(BF16, distributed=True),
-    "fp16, distributed": Setup(FP16, fp16=True, distributed=True),
-    "fused wgrad": Setup(Model(fused_wgrad=True)),
-    "tied": Setup(Model(tied=True)),
-    "hybrid": Setup(Model(family="hybrid")),
-}
+    def but(self, **model: Any) -> Setup:
+        return replace(self, model=replace(self.model, **model))
 
 
 class Training(megatron.Training):
-    """One model under training, step by step."""
+    """One model and its optimizer on this rank."""
 
-    def __init__(self, rank: Rank, setup: Setup) -> None:
+    def __init__(self, rank: Rank, setup: Setup, seed: int = 7) -> None:
+        from megatron.core import parallel_state
+        from megatron.core.distributed import finalize_model_grads
         from megatron.core.optimizer.optimizer import ChainedOptimizer
 
-        import megatron_fused_ce
-
-        megatron_fused_ce.enable(megatron_fused_ce.FusedCEConfig(strategy=setup.strategy, num_chunks=3))
-        model = build(setup.model, rank)
-        megatron_fused_ce.disable()
-        scale = {"fp16": setup.fp16, "initial_loss_scale": setup.loss_scale, "min_loss_scale": 1.0}
+        megatron.have_groups(setup.tp, setup.pp)
+        of = setup.model
+        with flag(strategy=of.strategy, num_chunks=3, skip_masked=of.skip_masked):
+            model = megatron.build(of, rank, seed)
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not setup.frozen or setup.frozen not in f"{name} stage {stage}")
+        scale = {"fp16": True, "initial_loss_scale": setup.loss_scale, "min_loss_scale": 1.0}
+        scale = scale if of.dtype == torch.float16 else {}
         super().__init__(rank, model, distributed=setup.distributed, **scale)
         if setup.chained and not isinstance(self.optimizer, ChainedOptimizer):
             self.optimizer = ChainedOptimizer([self.optimizer])
-        self.generator = torch.Generator().manual_seed(5)
+        model.config.grad_scale_func = self.optimizer.scale_loss
+        model.config.finalize_model_grads_func = finalize_model_grads
+        replica = parallel_state.get_data_parallel_rank()
+        self.is_last_replica = replica == rank.size // (setup.tp * setup.pp) - 1
+        self.generator = torch.Generator().manual_seed(5 + replica)
 
-    def mask(self) -> torch.Tensor:
-        random = torch.rand(BATCH, SEQUENCE, generator=self.generator)
-        return (random < 0.7).float().to(self.rank.device)
+    def mask(self) -> Tensor:
+        return (torch.rand(BATCH, SEQUENCE, generator=self.generator) < 0.7).float().to(self.rank.device)
 
-    def losses(self, **given: Any) -> torch.Tensor:
+    def losses(self, model: Any = None, **given: Any) -> Tensor:
         """Per-token losses ``[b, s]`` of a random micro-batch; ``given``: what the model is told."""
-        shape = (BATCH, SEQUENCE + 1)
-        ids = torch.randint(0, VOCAB, shape, generator=self.generator).to(self.rank.device)
-        positions, causal = positions_and_mask(self.rank)
-        losses: torch.Tensor = self.ddp(ids[:, :-1], positions, causal, labels=ids[:, 1:], **given)
-        return losses
+        ids = torch.randint(0, VOCAB, (BATCH, SEQUENCE + 1), generator=self.generator).to(self.rank.device)
+        where = megatron.positions_and_mask(self.rank)
+        return (model or self.ddp)(ids[:, :-1], *where, labels=ids[:, 1:], **given)
 
-    def backward(self, right: bool = True, scale: float = 1.0) -> torch.Tensor:
-        """One micro-batch through Megatron's loss arithmetic; gives its loss."""
-        mask = self.mask()
-        losses = self.losses(loss_mask=mask)
-        used = mask if right else one_token_changed(mask)
-        return self.backward_of(losses, used, scale)
+    def forward_backward(self, wrong: bool = False) -> None:
+        """As Megatron's train_step up to the optimizer; ``wrong``: the loss of the last micro-batch."""
+        from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
-    def backward_of(self, losses: torch.Tensor, used: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+        def step(data: Any, model: Any) -> tuple[Tensor, Any]:
+            last, mask = next(data) == NUM_MICRO_BATCHES - 1, self.mask()
+            used = one_token_changed(mask) if wrong and last else mask
+            return self.losses(model, loss_mask=mask), lambda losses: (
+                (losses.float() * used).sum() / used.sum().clamp(min=1), {}
+            )  # fmt: skip
 
-        loss_scale = self.optimizer.get_loss_scale()
-        MTPLossAutoScaler.set_loss_scale(torch.ones_like(loss_scale) * loss_scale)
-        loss = torch.sum(losses.view(-1).float() * used.view(-1).float())
-        loss = loss / torch.clamp(used.sum().int(), min=1) / 2
+        self.zero_grad()
+        get_forward_backward_func()(
+            forward_step_func=step, data_iterator=iter(range(NUM_MICRO_BATCHES)), model=self.ddp,
+            num_microbatches=NUM_MICRO_BATCHES, seq_length=SEQUENCE, micro_batch_size=BATCH,
+            forward_only=False,
+        )  # fmt: skip
+
+    def backward_of(self, losses: Tensor, used: Tensor, scale: float = 1.0) -> Tensor:
+        """A micro-batch without a schedule; :meth:`sync` ends its step."""
+        loss = (losses.view(-1).float() * used.view(-1).float()).sum() / used.sum().int().clamp(min=1)
         self.optimizer.scale_loss(loss * scale).backward()
         return loss.detach()
 
-    def gradients(self) -> list[torch.Tensor]:
-        return [p.main_grad.clone() for p in self.model.parameters()]
-
-    def step(self) -> bool:
+    def sync(self) -> None:
         self.ddp.finish_grad_sync()
-        return super().step()
+
+    def gradients(self) -> list[Tensor]:
+        return [p.main_grad.clone() for p in self.model.parameters() if p.requires_grad]
+
+
+def one_token_changed(mask: Tensor) -> Tensor:
+    changed = mask.clone()
+    changed.view(-1)[mask.view(-1).argmin()] = 1.0
+    return changed
+
+
+def close(made: list[Tensor], expected: list[Tensor], bound: float) -> None:
+    for one, other in zip(made, expected, strict=True):
+        assert float((one - other).double().norm()) <= bound * float(other.double().norm()) + 1e-12
 
 
 class Pair:
     """The same training twice: as it was set up, and with ``recompute``, which must see no difference."""
 
     def __init__(self, rank: Rank, setup: Setup) -> None:
-        self.made = Training(rank, setup)
-        self.expected = Training(rank, replace(setup, strategy="recompute"))
-        self.half = setup.model.dtype != torch.float32
+        self.made, self.expected = Training(rank, setup), Training(rank, setup.but(strategy="recompute"))
+        self.bound = 1e-5 if setup.model.dtype == torch.float32 else 2e-2
 
-    def accumulate(self, micro_batch: Callable[[Training], Any], kept: int, remade: int = 0) -> None:
-        """A micro-batch of each, and how many of its gradients were made in the forward, or again."""
+    def take(self, step: Callable[[Training], Any], kept: int, remade: int = 0) -> None:
+        """A step of each up to the optimizer, and how many gradients were made in the forward, or again."""
         with promises(kept, remade):
-            micro_batch(self.made)
+            step(self.made)
         with promises(0, 0):
-            micro_batch(self.expected)
+            step(self.expected)
+        close(self.made.gradients(), self.expected.gradients(), self.bound)
 
-    def zero_grad(self) -> None:
-        for training in (self.made, self.expected):
-            training.zero_grad()
-
-    def assert_same_steps(self) -> None:
-        """Gradients within rounding, and a step of each."""
-        bound = 2e-2 if self.half else GRADIENT_BOUND
-        for one, other in zip(self.made.gradients(), self.expected.gradients(), strict=True):
-            assert float((one - other).double().norm()) <= bound * float(other.double().norm())
+    def step(self) -> None:
+        """The optimizers'."""
         for training in (self.made, self.expected):
             training.assert_steps()
-        # Adam makes a step of what rounding left: go on from the same parameters.
-        with torch.no_grad():
+        with torch.no_grad():  # Adam makes a step of what rounding left: go on from the same parameters
             for one, other in zip(self.made.state_tensors(), self.expected.state_tensors(), strict=True):
                 one.copy_(other)
 
 
-def one_token_changed(mask: torch.Tensor) -> torch.Tensor:
-    changed = mask.clone()
-    changed[1, 3] = 1.0 - changed[1, 3]
-    return changed
-
-
-@contextlib.contextmanager
-def what_was_said() -> Iterator[io.StringIO]:
-    from megatron_fused_ce.adapter import report
-
-    report._said.clear()
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        yield said
-
-
-def notes(said: io.StringIO) -> list[str]:
-    return [line for line in said.getvalue().splitlines() if "instead of grad_in_forward" in line]
-
-
-@on_ranks(*RANKS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_wrong_loss(rank: Rank, optimizer):
-    """In the second micro-batch of the second step: no token's gradient is wrong, and all steps are taken."""
-    if optimizer == "hybrid":
-        needs_core(0, 17)  # MambaModel took no loss_mask before: grad_in_forward is never used for it
-    have_groups(rank.size)
-    pair = Pair(rank, OPTIMIZERS[optimizer])
+def trains_as_recompute(rank: Rank, setup: Setup) -> None:
+    """Steps with a right and a wrong loss, and what follows."""
+    megatron.have_groups(setup.tp, setup.pp)
+    pair = Pair(rank, setup)
+    here = pair.made.is_last_replica and pair.made.model.post_process
+    kept = NUM_MICRO_BATCHES * pair.made.model.post_process
     steps = [
-        [(True, 1, 0), (True, 1, 0)],
-        [(True, 1, 0), (False, 0, 1)],
-        [(False, 0, 0), (True, 0, 0)],  # the head no longer relies on the mask
+        (False, kept, 0),
+        (True, kept - here, int(here)),
+        # The head no longer relies on the mask there.
+        (True, 0 if here else kept, 0),
+        (False, 0 if here else kept, 0),
     ]
-    for step in steps:
-        pair.zero_grad()
-        for right, kept, remade in step:
-            pair.accumulate(lambda training, right=right: training.backward(right=right), kept, remade)
-        pair.assert_same_steps()
+    for wrong, *counts in steps:
+        wrong = wrong and pair.made.is_last_replica
+        pair.take(lambda training, wrong=wrong: training.forward_backward(wrong), *counts)
+        pair.step()
 
 
-@on_ranks(*RANKS)
+DP, TP, PP = Setup(), Setup(tp=2), Setup(pp=2)
+BF16, FP16 = torch.bfloat16, torch.float16
+LAUNCHES = {
+    "dp, bf16": DP.but(dtype=BF16),
+    "dp, fp16": DP.but(dtype=FP16),
+    "dp, distributed optimizer": replace(DP, distributed=True).but(fused_wgrad=True),
+    "dp, frozen head": replace(DP, frozen="output_layer"),
+    "pp": PP,
+    "pp, distributed optimizer": replace(PP, distributed=True),
+    "pp, frozen head": replace(PP, frozen="output_layer"),
+    "pp, frozen last stage": replace(PP, frozen="stage 1"),
+    "tp, chained": replace(TP, chained=True),
+    "tp, sp, fused wgrad": TP.but(sequence_parallel=True, fused_wgrad=True),
+    "tp, sp, bf16, distributed": replace(TP, distributed=True).but(sequence_parallel=True, dtype=BF16),
+    "tp, fp16, distributed": replace(TP, distributed=True).but(dtype=FP16),
+    "tp, tied": TP.but(tied=True),
+    "tp, hybrid": TP.but(family="hybrid"),
+}
+
+
+@on_ranks(*TWO)
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_trains_as_recompute(rank: Rank, name):
+    if name == "tp, hybrid":
+        megatron.needs_core(0, 17)  # MambaModel took no loss_mask before: it is never used for it
+    trains_as_recompute(rank, LAUNCHES[name])
+
+
+@on_ranks(FOUR)
+@pytest.mark.parametrize(
+    "setup",
+    [
+        Setup(tp=4).but(sequence_parallel=True, fused_wgrad=True),
+        Setup(tp=2, distributed=True),
+        Setup(tp=2, pp=2).but(sequence_parallel=True),
+        pytest.param(PP, marks=pytest.mark.rest),
+    ],
+    ids=["tp 4, sp", "tp 2, dp 2", "tp 2, pp 2, sp", "pp 2, dp 2"],
+)
+def test_trains_as_recompute_on_four(rank: Rank, setup):
+    trains_as_recompute(rank, setup)
+
+
+@on_ranks(*TWO)
+@pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
+def test_one_rank_alone_finds_it_broken(rank: Rank, sp):
+    """All ranks of the tensor-parallel group recompute, or none: one MAX all-reduce of three numbers."""
+    from megatron_fused_ce import promise
+
+    pair = Pair(rank, TP.but(sequence_parallel=sp, fused_wgrad=True))
+    fit = promise.fit_scalar
+
+    def spoilt(*given: Any) -> Any:
+        scale, found = fit(*given)
+        return scale, found + promise.BROKEN * rank.rank
+
+    def step(training: Training) -> None:
+        with Collectives({dist.group.WORLD: "world"}) as issued:
+            training.forward_backward()
+        words = [made for made in issued.calls if (made.dtype, made.op) == ("float64", "MAX")]
+        shapes.append([word.shapes for word in words])
+
+    shapes: list[Any] = []
+    pair.take(step, NUM_MICRO_BATCHES)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(promise, "fit_scalar", spoilt)
+        pair.take(step, 0, 1)
+    # Later forwards of the head plan without its weights.
+    assert shapes == [[((3,),)] * NUM_MICRO_BATCHES, [], [((3,),)], []]
+
+
+def of_group(rank: Rank, sp: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Hidden states ``[2, n, b, H]`` and a weight's rows of this rank; labels and a mask ``[b, s]``."""
+    generator = torch.Generator().manual_seed(4)
+    weight = torch.randn(2, 20, 8, generator=generator)[rank.rank]
+    hidden = torch.randn(2, 12, 2, 8, generator=generator).chunk(2 if sp else 1, 1)[rank.rank if sp else 0]
+    labels = torch.randint(0, 40, (2, 12), generator=generator)
+    mask = (torch.rand(2, 12, generator=generator) < 0.7).float()
+    return tuple(x.to(rank.device) for x in (hidden, weight, labels, mask))  # type: ignore[return-value]
+
+
+def as_recompute(rank: Rank, sp: bool, use: Callable[..., Tensor], ignore_index: int | None = None) -> None:
+    """Gradients of ``use(head, hidden states of two micro-batches, weight, mask)``."""
+    *operands, labels, mask = of_group(rank, sp)
+    made = []
+    for strategy in ("grad_in_forward", "recompute"):
+        config = FusedCEConfig(strategy=strategy, num_chunks=2, ignore_index=ignore_index)
+        head = functools.partial(
+            fused_linear_cross_entropy, labels=labels, tp_group=rank.group, sequence_parallel=sp,
+            token_weights=mask, config=config,
+        )  # fmt: skip
+        leaves = [one.clone().requires_grad_() for one in (*operands[0], operands[1])]
+        with warnings.catch_warnings(action="ignore"):
+            use(head, leaves[:2], leaves[2], mask).backward()
+        made.append([torch.zeros(()) if one.grad is None else one.grad for one in leaves])
+    close(*made, 1e-6)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
+@pytest.mark.parametrize("factors", [(1.0, 2.0), (1.0, 0.0), (0.5, 0.5)], ids=["1 2", "1 0", "equal"])
+def test_each_rank_with_a_scalar_of_its_own(rank: Rank, factors, sp):
+    """Each fits, and no scalar is right for ``grad_hidden``, which was summed over them in the forward."""
+    with promises(*((1, 0) if factors[0] == factors[1] else (0, 1))):
+        as_recompute(
+            rank, sp, lambda head, hidden, weight, mask:
+            (head(hidden[0], weight) * factors[rank.rank] * mask).sum(),
+        )  # fmt: skip
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
+def test_a_checkpoint(rank: Rank, sp):
+    """Two micro-batches in flight; the first backward changes the plan by which the second's forward runs.
+
+    Ignored labels: their mask is the last tensor that both forwards save, and has to lie in the same place.
+    """
+
+    def use(head: Any, hidden: list[Tensor], weight: Tensor, mask: Tensor) -> Tensor:
+        losses = [checkpoint(head, one, weight, use_reentrant=False).square().mean() for one in hidden]
+        return losses[0] + losses[1]
+
+    as_recompute(rank, sp, use, ignore_index=3)
+
+
+@on_ranks(TWO[0])
+def test_another_model_keeps_its_promise(rank: Rank):
+    """An actor's and a critic's, in one process."""
+    actor, critic = Training(rank, DP), Training(rank, DP, seed=8)
+    for remade in (1, 0):
+        with promises(NUM_MICRO_BATCHES):
+            actor.forward_backward()
+        with promises(NUM_MICRO_BATCHES - 1 if remade else 0, remade):
+            critic.forward_backward(wrong=True)
+        actor.assert_steps()
+        critic.assert_steps()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("num_chunks", [1, 3])
+def test_another_head_with_as_many_rows_on_one_rank(rank: Rank, num_chunks):
+    """Of 20 and 20 rows, and of 20 and 12: all ranks know which of them broke its promise."""
+    config = FusedCEConfig(strategy="grad_in_forward", num_chunks=num_chunks)
+    torch.manual_seed(3)
+    unequal, equal = torch.randn(32, 8).to(rank.device), torch.randn(40, 8).to(rank.device)
+
+    def step(weight: Tensor, keeps: bool) -> None:
+        hidden = torch.randn(24, 8).to(rank.device).requires_grad_()
+        labels = torch.randint(0, len(weight), (24,)).to(rank.device)
+        mask, random = (torch.rand(24) < 0.7).float().to(rank.device), torch.randn(24).to(rank.device)
+        upstream = 0.3 * mask if keeps else random
+        shard = (weight[20:] if rank.rank else weight[:20]).clone().requires_grad_()
+        given = {"tp_group": rank.group, "token_weights": mask, "config": config}
+        losses = fused_linear_cross_entropy(hidden, shard, labels, **given)
+        losses.backward(upstream)
+        expected = hidden.detach().double().requires_grad_()
+        plain = F.cross_entropy(expected @ weight.double().t(), labels, reduction="none")
+        plain.backward(upstream.double())
+        close([losses.detach(), hidden.grad], [plain.detach(), expected.grad], 1e-6)
+
+    step(unequal, True)
+    step(equal, True)
+    with promises(kept=0, remade=1), warnings.catch_warnings(action="ignore"):
+        step(equal, False)
+    with promises(kept=2):
+        step(unequal, True)
+        step(unequal, True)
+    step(equal, True)
+    parallel.forget()
+
+
+@on_ranks(TWO[0])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_what_is_said(rank: Rank, tp):
+    """By the replica that it happens on, once, with what to do."""
+    training = Training(rank, Setup(tp=tp))
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        for _ in range(2):
+            training.forward_backward(training.is_last_replica)
+    tells = training.is_last_replica and rank.rank == (1 if tp == 1 else 0)
+    for words, told in {
+        "of the head of GPTModel (160 rows of 32) is not a scalar": tells,
+        "--fused-ce-strategy recompute or store": tells,
+        "[fused-ce] rank 1: the upstream": tells and tp == 1,
+    }.items():
+        assert said.getvalue().count(words) == told, words
+
+
+@on_ranks(TWO[0])
+@pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
+@pytest.mark.parametrize("strategy", ["recompute", "grad_in_forward"])
+def test_a_skipped_token_with_an_upstream_gradient(rank: Rank, sp, strategy):
+    """It cannot be made right: every rank of the group raises, and nothing was added for its micro-batch."""
+    training = Training(rank, TP.but(sequence_parallel=sp, skip_masked=True, strategy=strategy))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"^1 tokens of weight 0 were left out"):
+            training.forward_backward(wrong=True)
+        training.forward_backward()
+        training.assert_steps()
+
+
+@on_ranks(*EITHER)
 @pytest.mark.parametrize("distributed", [False, True], ids=["", "distributed"])
 def test_a_wrong_loss_in_skipped_steps(rank: Rank, distributed):
     """fp16's gradients overflow and Megatron skips the step, as with ``recompute``; the next one is right."""
-    setup = Setup(FP16, fp16=True, distributed=distributed, loss_scale=2.0**40)
-    have_groups(rank.size)
-    pair = Pair(rank, setup)
-    for right, kept, remade in ((True, 1, 0), (False, 0, 1), (True, 0, 0)):
-        pair.zero_grad()
-        pair.accumulate(lambda training, right=right: training.backward(right=right), kept, remade)
-        for training in (pair.made, pair.expected):
+    setup = Setup(tp=rank.size, distributed=distributed, loss_scale=2.0**40).but(dtype=FP16)
+    made, expected = Training(rank, setup), Training(rank, setup.but(strategy="recompute"))
+    for wrong, kept, remade in ((False, 2, 0), (True, 1, 1), (False, 0, 0)):
+        for training, counts in ((made, (kept, remade)), (expected, (0, 0))):
+            with promises(*counts):
+                training.forward_backward(wrong)
             before = training.state()
             assert not training.step(), "the step was not skipped: the case tests nothing"
             assert all(map(torch.equal, before, training.state()))
 
 
-@on_ranks(*RANKS)
+@on_ranks(*EITHER)
 def test_an_upstream_overflow(rank: Rank):
     """An upstream gradient that is itself inf: Megatron sees it in the gradients and skips; the promise
     stands."""
-    have_groups(rank.size)
-    training = Training(rank, Setup(FP16, fp16=True))
+    training = Training(rank, Setup(tp=rank.size).but(dtype=FP16))
     before = training.state()
-    training.zero_grad()
-    with promises(0, 1):
-        training.backward(scale=float("inf"))
-    assert not training.step()
-    assert all(map(torch.equal, before, training.state()))
-    training.zero_grad()
-    with promises(1):
-        training.backward()
+    for scale, kept, remade in ((float("inf"), 0, 1), (1.0, 1, 0)):
+        training.zero_grad()
+        mask = training.mask()
+        with promises(kept, remade):
+            training.backward_of(training.losses(loss_mask=mask), mask, scale)
+        training.sync()
+        if remade:
+            assert not training.step()
+            assert all(map(torch.equal, before, training.state()))
     training.assert_steps()
+
+
+@on_ranks(*EITHER)
+def test_an_all_masked_micro_batch(rank: Rank):
+    """A micro-batch without any token that counts is legal, and adds nothing to the gradient."""
+    nothing, gradients = torch.zeros(BATCH, SEQUENCE, device=rank.device), []
+    for with_empty in (False, True):
+        training = Training(rank, Setup(tp=rank.size))
+        training.zero_grad()
+        mask = training.mask()
+        training.backward_of(training.losses(loss_mask=mask), mask)
+        if with_empty:
+            training.backward_of(training.losses(loss_mask=nothing), nothing)
+        training.sync()
+        gradients.append(training.gradients())
+        training.assert_steps()
+    assert all(map(torch.equal, *gradients))
+
+    def nothing_but_one(training: Training) -> None:
+        training.zero_grad()
+        training.backward_of(training.losses(loss_mask=nothing), one_token_changed(nothing))
+        training.sync()
+
+    pair = Pair(rank, Setup(tp=rank.size))
+    pair.take(nothing_but_one, kept=0, remade=1)
+    pair.step()
+
+
+# --- heads without a promise -------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def telling(rank: Rank, words: str):
+    """Rank 0 says once why a head is not ``grad_in_forward``; for no words nobody does."""
+    from megatron_fused_ce.adapter import report
+
+    report._said.clear()
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        yield
+    lines = [line for line in said.getvalue().splitlines() if "instead of grad_in_forward" in line]
+    assert len(lines) == (rank.rank == 0 and bool(words)) and all(words in line for line in lines), lines
+
+
+@on_ranks(*EITHER)
+def test_multi_token_prediction(rank: Rank):
+    """MTP's heads rely on no mask, and get their scales; the main head does. Told once."""
+    megatron.have_groups(rank.size)
+    with telling(rank, "multi-token prediction"):
+        pair = Pair(rank, Setup(tp=rank.size).but(mtp=2))
+        for wrong in (False, True):
+            pair.take(lambda training, wrong=wrong: training.forward_backward(wrong), 2 - wrong, int(wrong))
+            pair.step()
+
+
+@on_ranks(*EITHER)
+@pytest.mark.parametrize("family", ["gpt", "hybrid"])
+def test_without_a_mask(rank: Rank, family):
+    """No loss_mask (old MambaModel's signature has none): exact for any loss, said once."""
+    megatron.have_groups(rank.size)
+    with telling(rank, "loss_mask"):
+        training = Training(rank, Setup(tp=rank.size).but(family=family))
+        for _ in range(2):
+            training.zero_grad()
+            anything = torch.randn(BATCH, SEQUENCE, generator=training.generator)
+            training.backward_of(training.losses(), anything.to(rank.device))
+            training.sync()
+            training.assert_steps()
+
+
+@on_ranks(*EITHER)
+def test_evaluation_says_nothing(rank: Rank):
+    megatron.have_groups(rank.size)
+    training = Training(rank, Setup(tp=rank.size))
+    training.model.eval()
+    with telling(rank, ""), torch.no_grad():
+        training.losses()
+        training.losses(loss_mask=training.mask())
+
+
+# --- Megatron's re-run state machine -----------------------------------------------------------
 
 
 def run_iteration(
     training: Training, state_machine: Any, wrong_in: tuple[int, ...], reject_first: bool
-) -> list[list[torch.Tensor]]:
+) -> list[list[Tensor]]:
     """One iteration of Megatron's train_step up to the optimizer: losses and gradients of each run."""
-    masks = [training.mask() for _ in range(2)]
-    start = training.generator.get_state()
-    runs: list[list[torch.Tensor]] = []
+    masks, start = [training.mask() for _ in range(2)], training.generator.get_state()
+    runs: list[list[Tensor]] = []
     while state_machine.should_run_forward_backward(None):
         training.zero_grad()
         training.generator.set_state(start)
-        seen: list[torch.Tensor] = []
+        seen: list[Tensor] = []
         for mask in masks:
-            used = one_token_changed(mask) if len(runs) in wrong_in else mask
             losses = training.losses(loss_mask=mask)
             seen.append(losses.detach().clone())
-            loss = training.backward_of(losses, used)
+            used = one_token_changed(mask) if len(runs) in wrong_in else mask
             state_machine.validate_result(
-                result=loss,
+                result=training.backward_of(losses, used),
                 rejection_func=lambda value, rejected=reject_first and not runs: rejected,
                 message="rejected by the test",
                 fatal=False,
             )
-        gradients = [parameter.main_grad.clone() for parameter in training.model.parameters()]
-        runs.append(seen + gradients)
+        runs.append(seen + training.gradients())
     state_machine.should_checkpoint_and_exit()
+    training.sync()
     return runs
 
 
-def rerun(
-    rank: Rank,
-    mode: str,
-    wrong_in: tuple[int, ...] = (),
-    reject_first: bool = False,
-    setup: Setup = SETUP,
-) -> None:
-    """Megatron's re-run state machine: a second run of an iteration has the first one's bits.
+#: The machine's mode; the runs in which the loss is wrong; whether the first result is rejected; the model.
+RERUNS: dict[str, tuple[str, tuple[int, ...], bool, Setup]] = {
+    "off": ("disabled", (0,), False, DP),
+    "validates": ("validate_results", (0,), False, DP),
+    "rejects": ("validate_results", (), True, DP),
+    "rejects, wrong at first": ("validate_results", (0,), True, DP),
+    "rejects, wrong again": ("validate_results", (1,), True, DP),
+    "rejects, wrong twice": ("validate_results", (0, 1), True, DP),
+    "repeats": ("report_determinism_stats", (0, 1), False, DP),
+    **{
+        f"repeats, {name}": ("report_determinism_stats", (), False, setup)
+        for name, setup in {
+            "store": DP.but(strategy="store"),
+            "recompute, sp": DP.but(sequence_parallel=True, strategy="recompute"),
+            "sp, fused wgrad": DP.but(sequence_parallel=True, fused_wgrad=True),
+            "store, bf16, sp": replace(DP, distributed=True).but(
+                dtype=BF16, sequence_parallel=True, strategy="store"
+            ),
+            "tied, mtp 1, fused wgrad": DP.but(tied=True, mtp=1, fused_wgrad=True),
+        }.items()
+    },
+}
 
-    The machine would blame the hardware for others. No result is rejected in the first iteration of all,
-    where Megatron validates nothing.
+
+@on_ranks(*EITHER)
+@pytest.mark.parametrize("name", RERUNS)
+def test_rerun(rank: Rank, name):
+    """A second run of an iteration has the first one's bits: the machine would blame the hardware for others.
+
+    No result is rejected in the first iteration of all, where Megatron validates nothing.
     """
     from megatron.core import rerun_state_machine as machine
 
-    have_groups(rank.size)
-    if rank.size == 1:  # which has no sequence parallelism
-        setup = replace(setup, model=replace(setup.model, sequence_parallel=False))
-    training = Training(rank, setup)
+    mode, wrong_in, reject_first, setup = RERUNS[name]
+    training = Training(rank, replace(setup, tp=rank.size))
     state_machine: Any = machine.RerunStateMachine(mode=machine.RerunMode(mode))
     state_machine._maybe_report_stats = lambda: None  # 0.16.1's raises an AttributeError
     if reject_first:
@@ -287,105 +559,3 @@ def rerun(
     training.assert_steps()
     run_iteration(training, state_machine, (), False)
     training.assert_steps()
-
-
-@on_ranks(*RANKS)
-def test_an_all_masked_micro_batch(rank: Rank):
-    """A micro-batch without any token that counts is legal, and adds nothing to the gradient."""
-    have_groups(rank.size)
-    gradients = []
-    for with_empty in (False, True):
-        training = Training(rank, Setup())
-        training.zero_grad()
-        training.backward()
-        if with_empty:
-            nothing = torch.zeros(BATCH, SEQUENCE, device=rank.device)
-            training.backward_of(training.losses(loss_mask=nothing), nothing)
-        training.ddp.finish_grad_sync()
-        gradients.append([p.main_grad.clone() for p in training.model.parameters()])
-        training.assert_steps()
-    assert all(map(torch.equal, *gradients))
-
-    def nothing_but_one(training: Training) -> None:
-        nothing = torch.zeros(BATCH, SEQUENCE, device=rank.device)
-        training.backward_of(training.losses(loss_mask=nothing), one_token_changed(nothing))
-
-    pair = Pair(rank, Setup())
-    pair.zero_grad()
-    pair.accumulate(nothing_but_one, kept=0, remade=1)
-    pair.assert_same_steps()
-
-
-@on_ranks(*RANKS)
-def test_multi_token_prediction(rank: Rank):
-    """MTP's heads rely on no mask, and get their scales; the main head does. Told once."""
-    have_groups(rank.size)
-    with what_was_said() as said:
-        pair = Pair(rank, Setup(Model(mtp=2)))
-        for right in (True, True, False):
-            pair.zero_grad()
-            pair.accumulate(lambda training, right=right: training.backward(right=right), right, not right)
-            pair.assert_same_steps()
-    lines = notes(said)
-    assert len(lines) == (rank.rank == 0), lines
-    assert all("multi-token prediction" in line for line in lines)
-
-
-@on_ranks(*RANKS)
-@pytest.mark.parametrize("family", ["gpt", "hybrid"])
-def test_without_a_mask(rank: Rank, family):
-    """No loss_mask (old MambaModel's signature has none): exact for any loss, said once."""
-    have_groups(rank.size)
-    with what_was_said() as said:
-        training = Training(rank, Setup(Model(family=family)))
-        for _ in range(2):
-            training.zero_grad()
-            anything = torch.randn(BATCH, SEQUENCE, generator=training.generator)
-            training.backward_of(training.losses(), anything.to(rank.device))
-            training.assert_steps()
-    lines = notes(said)
-    assert len(lines) == (rank.rank == 0), lines
-    assert all("loss_mask" in line for line in lines)
-
-
-@on_ranks(*RANKS)
-def test_evaluation_says_nothing(rank: Rank):
-    have_groups(rank.size)
-    with what_was_said() as said:
-        training = Training(rank, Setup())
-        training.model.eval()
-        with torch.no_grad():
-            training.losses()
-            training.losses(loss_mask=training.mask())
-    assert notes(said) == []
-
-
-MODES = ("disabled", "validate_results", "report_determinism_stats")
-TO_THE_BIT = {
-    "store": Setup(strategy="store"),
-    "recompute, sp": Setup(Model(sequence_parallel=True), strategy="recompute"),
-    "grad_in_forward, sp, fused wgrad": Setup(Model(sequence_parallel=True, fused_wgrad=True)),
-    "store, bf16, sp": Setup(
-        Model(dtype=torch.bfloat16, sequence_parallel=True), distributed=True, strategy="store"
-    ),
-    "grad_in_forward, tied, MTP 1, fused wgrad": Setup(Model(tied=True, mtp=1, fused_wgrad=True)),
-}
-
-
-@on_ranks(*RANKS)
-@pytest.mark.parametrize("wrong_in", [(), (0, 1)], ids=["right", "wrong"])
-@pytest.mark.parametrize("mode", MODES)
-def test_rerun_machine(rank: Rank, mode, wrong_in):
-    rerun(rank, mode, wrong_in)
-
-
-@on_ranks(*RANKS)
-@pytest.mark.parametrize("wrong_in", [(), (0,), (1,), (0, 1)], ids=lambda runs: f"wrong in {runs}")
-def test_rerun_after_a_rejected_result(rank: Rank, wrong_in):
-    rerun(rank, "validate_results", wrong_in, reject_first=True)
-
-
-@on_ranks(*RANKS)
-@pytest.mark.parametrize("setup", TO_THE_BIT)
-def test_rerun_to_the_bit(rank: Rank, setup):
-    rerun(rank, "report_determinism_stats", setup=TO_THE_BIT[setup])

@@ -13,25 +13,10 @@ import torch
 from megatron_fused_ce import FusedCEConfig, masked_tokens
 from megatron_fused_ce.call import Call
 from megatron_fused_ce.op import linear_cross_entropy
-from megatron_fused_ce.scripts.lib.reference import (
-    HeadResult,
-    assert_within,
-    make_inputs,
-    plain_head,
-    truth,
-)
+from megatron_fused_ce.scripts.lib.reference import HeadResult, assert_within, make_inputs, plain_head, truth
 from megatron_fused_ce.wgrad import ReturnedGradWeight
-from tests.support import pairs
-from tests.support.head import (
-    SIZES,
-    rows_of,
-    same_on_all_ranks,
-    scaled_exp_dtype,
-    strategy_in_place,
-    tokens_of,
-    whole_hidden,
-    whole_rows,
-)
+from tests.support import head, pairs
+from tests.support.head import SIZES, rows_of, same_on_all_ranks, scaled_exp_dtype, strategy_in_place
 from tests.support.op import STRATEGIES
 from tests.support.problems import open_main_grad
 from tests.support.ranks import Rank, on_ranks
@@ -173,7 +158,7 @@ def call(
     """The whole result, on every rank, and what was in ``main_grad`` before."""
     rows = rows_of(rank, case["shards"], inputs.weight.shape[0])
     s, b, _ = inputs.hidden.shape
-    hidden = inputs.hidden[tokens_of(rank, s, case["sequence_parallel"])].clone().requires_grad_()
+    hidden = inputs.hidden[head.tokens_of(rank, s, case["sequence_parallel"])].clone().requires_grad_()
     weight = inputs.weight[rows].clone().requires_grad_(case["grad_weight"] != "frozen")
     given, labels = hidden, inputs.labels
     if case["tokens"] == "[T, H]":
@@ -208,8 +193,8 @@ def call(
     of_weight = weight.grad if main_grad is None else main_grad
     return HeadResult(
         loss.detach(),
-        whole_hidden(rank, hidden.grad, case["sequence_parallel"]),
-        whole_rows(rank, weight if of_weight is None else of_weight),
+        head.whole_hidden(rank, hidden.grad, case["sequence_parallel"]),
+        head.whole_rows(rank, weight if of_weight is None else of_weight),
     ), earlier
 
 

@@ -17,38 +17,14 @@ from megatron_fused_ce import (
     fused_linear_token_outputs,
     fused_linear_topk_distillation,
     parallel,
-    planner,
 )
 from megatron_fused_ce.call import Call
 from megatron_fused_ce.losses.outputs import OUTPUTS
 from megatron_fused_ce.op import linear_cross_entropy
-from megatron_fused_ce.scripts.lib.collectives import Collectives
-from megatron_fused_ce.scripts.lib.reference import (
-    HeadResult,
-    assert_close,
-    assert_within,
-    make_inputs,
-    make_teacher,
-    plain_distillation,
-    plain_outputs,
-    relative_error,
-    truth,
-)
-from tests.support import pairs
-from tests.support.head import (
-    SIZES,
-    AtItsStart,
-    AtItsWait,
-    fresh_group,
-    plain_inputs,
-    rows_of,
-    same_on_all_ranks,
-    scaled_exp_dtype,
-    shard_of,
-    tokens_of,
-    whole_hidden,
-    whole_rows,
-)
+from megatron_fused_ce.scripts.lib import reference
+from megatron_fused_ce.scripts.lib.reference import assert_close, make_inputs, relative_error, truth
+from tests.support import head, pairs
+from tests.support.head import AtItsWait, plain_inputs, rows_of, same_on_all_ranks, scaled_exp_dtype, shard_of
 from tests.support.losses import LOSSES, compare
 from tests.support.op import STRATEGIES
 from tests.support.ranks import Rank, on_ranks
@@ -72,9 +48,11 @@ def fused_result(rank: Rank, inputs, config, *, sp=False, shards="equal"):
     return whole(rank, loss, hidden, weight, sp)
 
 
-def whole(rank: Rank, loss, hidden, weight, sp) -> HeadResult:
+def whole(rank: Rank, loss, hidden, weight, sp) -> reference.HeadResult:
     same_on_all_ranks(rank, loss)
-    return HeadResult(loss.detach(), whole_hidden(rank, hidden.grad, sp), whole_rows(rank, weight.grad))
+    return reference.HeadResult(
+        loss.detach(), head.whole_hidden(rank, hidden.grad, sp), head.whole_rows(rank, weight.grad)
+    )
 
 
 @on_ranks(2, pytest.param(4, marks=pytest.mark.rest))
@@ -82,11 +60,11 @@ def whole(rank: Rank, loss, hidden, weight, sp) -> HeadResult:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", ["all outputs", "users' own"])
 def test_a_sum_of_terms(rank: Rank, name, strategy, sp):
-    inputs = make_inputs("odd-labels", **SIZES, dtype=torch.float32, device=rank.device)
+    inputs = make_inputs("odd-labels", **head.SIZES, dtype=torch.float32, device=rank.device)
     hidden, weight, group = shard_of(rank, inputs, sp)
 
     def wholes(grad_hidden, grad_weight):
-        return whole_hidden(rank, grad_hidden, sp), whole_rows(rank, grad_weight)
+        return head.whole_hidden(rank, grad_hidden, sp), head.whole_rows(rank, grad_weight)
 
     compare(LOSSES[name], inputs, strategy, (hidden, weight), wholes, group)
 
@@ -205,7 +183,7 @@ def test_frozen_operands_and_backward_twice(rank: Rank, strategy, trained):
     loss.backward(inputs.grad_loss)
     assert (hidden.grad is None, weight.grad is None) == (trained == "weight", trained == "hidden")
     if hidden.grad is not None:
-        mine = exact.grad_hidden[tokens_of(rank, 8, True)]
+        mine = exact.grad_hidden[head.tokens_of(rank, 8, True)]
         assert relative_error(hidden.grad, 2 * mine) < 2e-6
     if weight.grad is not None:
         mine = exact.grad_weight[rows_of(rank, "equal", 100)]
@@ -230,55 +208,50 @@ def test_empty_batch(rank: Rank):
 @pairs.parametrize("other results")
 def test_other_results(rank: Rank, asked, strategy, sequence_parallel, merge):
     """Beside the loss, or of a teacher's targets; all pairs of strategy, sequence parallelism and merge."""
-    checks = {
-        "outputs": outputs,
-        "outputs without gradients": outputs_without_gradients,
-        "distillation": distillation,
-    }
-    checks[asked](rank, strategy, sequence_parallel, merge)
+    check = outputs if asked == "outputs" else distillation
+    check(rank, strategy, sequence_parallel, merge)
 
 
 def outputs(rank: Rank, strategy, sp, merge):
-    """Every output and the gradients of all three, a gap of 30 between the shards' logits."""
+    """Every output, a gap of 30 between the shards' logits; gradients of all three that have one, with
+    grad_in_forward of the loss alone."""
     inputs = plain_inputs(rank)
     inputs.hidden[..., 0] = 1.0
     inputs.weight[::2, 0] += 30.0
-    generator = torch.Generator().manual_seed(3)
-    upstreams = {
-        name: torch.randn(3, 24, generator=generator).to(rank.device)
-        for name in ("log_prob", "lse", "entropy")
-    }
-    config = FusedCEConfig(strategy=strategy, chunk_tokens=28, merge=merge)
+    in_forward = strategy == "grad_in_forward"
+    names = ("log_prob",) if in_forward else ("log_prob", "lse", "entropy")
+    upstreams = {name: inputs.grad_loss.roll(at, 1) for at, name in enumerate(names)}
     hidden, weight, settings = shard_of(rank, inputs, sp)
-    made = fused_linear_token_outputs(
-        hidden, weight, inputs.labels, tuple(OUTPUTS), **settings, config=config
-    )
-    torch.autograd.backward([getattr(made, name) for name in upstreams], list(upstreams.values()))
+    settings["config"] = FusedCEConfig(strategy=strategy, chunk_tokens=28, merge=merge)
+    if in_forward:
+        settings |= {"token_weights": inputs.grad_loss, "differentiable": False}
+    made = fused_linear_token_outputs(hidden, weight, inputs.labels, tuple(OUTPUTS), **settings)
+    given = [-made.loss] if in_forward else [getattr(made, name) for name in names]
+    torch.autograd.backward(given, list(upstreams.values()))
     same_on_all_ranks(rank, *made)
-    exact, *true_grads = plain_outputs(inputs, upstreams, torch.float64)
-    for name in upstreams:
+    exact, *true_grads = reference.plain_outputs(inputs, upstreams, torch.float64)
+    for name in ("log_prob", "lse", "entropy"):
         error = (getattr(made, name).detach().double() - getattr(exact, name)).abs().max()
         assert error < 2e-6 * 30, (name, error)
     assert torch.equal(made.predicted, exact.predicted)
     assert torch.equal(made.correct, exact.correct)
-    assert relative_error(whole_hidden(rank, hidden.grad, sp), true_grads[0]) < 4e-6
-    assert relative_error(whole_rows(rank, weight.grad), true_grads[1]) < 4e-6
+    assert relative_error(head.whole_hidden(rank, hidden.grad, sp), true_grads[0]) < 4e-6
+    assert relative_error(head.whole_rows(rank, weight.grad), true_grads[1]) < 4e-6
 
 
-def outputs_without_gradients(rank: Rank, strategy, sp, merge):
-    """Beside grad_in_forward's gradients too; equal logits: the lowest id of the first shard is predicted."""
+@on_ranks(2, 4)
+@pytest.mark.parametrize("merge", ["packed", "all_reduce"])
+def test_equal_logits(rank: Rank, merge):
+    """The lowest id of the first shard is predicted."""
     inputs = plain_inputs(rank)
     inputs.hidden.mul_(4).round_()  # whole numbers: equal whatever the order of a shard's sums
     inputs.weight.fill_(1.0)
-    config = FusedCEConfig(strategy=strategy, chunk_tokens=28, merge=merge)
-    hidden, weight, settings = shard_of(rank, inputs, sp)
-    settings |= {"config": config, "token_weights": inputs.grad_loss, "differentiable": False}
+    hidden, weight, settings = shard_of(rank, inputs, True)
+    settings["config"] = FusedCEConfig(chunk_tokens=28, merge=merge)
     made = fused_linear_token_outputs(hidden, weight, inputs.labels, tuple(OUTPUTS), **settings)
-    made.loss.backward(inputs.grad_loss)
     same_on_all_ranks(rank, *made)
     assert made.predicted.max() == 0 and made.correct.all()
     assert (made.entropy - math.log(97)).abs().max() < 1e-5
-    assert_close(whole(rank, made.loss, hidden, weight, sp), inputs)
 
 
 @on_ranks(2)
@@ -297,7 +270,7 @@ def test_entropy_of_scaled_exp_shards(rank: Rank, merge):
             hidden, weight, inputs.labels, ("log_prob", "entropy"), **settings, config=config
         )
     same_on_all_ranks(rank, *made)
-    exact, *_ = plain_outputs(inputs, {"entropy": inputs.grad_loss}, torch.float64)
+    exact, *_ = reference.plain_outputs(inputs, {"entropy": inputs.grad_loss}, torch.float64)
     assert (made.entropy.double() - exact.entropy).abs().max() < 2e-6 * 30
     assert (made.log_prob.double() - exact.log_prob).abs().max() < 2e-6 * 30
 
@@ -305,16 +278,16 @@ def test_entropy_of_scaled_exp_shards(rank: Rank, merge):
 def distillation(rank: Rank, strategy, sp, merge):
     """Entries of one id on both sides of a shard's edge, and outside of the vocabulary."""
     inputs = plain_inputs(rank)
-    ids, log_probs = make_teacher(inputs, 6)
+    ids, log_probs = reference.make_teacher(inputs, 6)
     config = FusedCEConfig(strategy=strategy, chunk_tokens=28, merge=merge)
     hidden, weight, settings = shard_of(rank, inputs, sp)
     if strategy == "grad_in_forward":
         settings["token_weights"] = inputs.grad_loss / -3.0
     loss = fused_linear_topk_distillation(hidden, weight, ids, log_probs, **settings, config=config)
     loss.backward(inputs.grad_loss)
-    exact = plain_distillation(inputs, ids, log_probs, torch.float64)
-    eager = plain_distillation(inputs, ids, log_probs, torch.float32)
-    assert_within(whole(rank, loss, hidden, weight, sp), exact, eager, torch.float32)
+    exact = reference.plain_distillation(inputs, ids, log_probs, torch.float64)
+    eager = reference.plain_distillation(inputs, ids, log_probs, torch.float32)
+    reference.assert_within(whole(rank, loss, hidden, weight, sp), exact, eager, torch.float32)
 
 
 # --- collectives that end early or late ------------------------------------------------------
@@ -327,7 +300,7 @@ def distillation(rank: Rank, strategy, sp, merge):
         (AtItsWait, False, "packed"),
         (AtItsWait, True, "packed"),
         (AtItsWait, True, "all_reduce"),
-        (AtItsStart, True, "packed"),
+        (head.AtItsStart, True, "packed"),
     ],
 )
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -340,165 +313,3 @@ def test_collectives_at_their_start_or_wait(rank: Rank, strategy, moment, sp, me
     with patch.object(parallel, "_start", lambda c, *t, beside=True, **o: moment(c, t, o)):
         result = fused_result(rank, inputs, config, sp=sp)
     assert_close(result, inputs)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_two_gathers_are_ahead(rank: Rank, strategy):
-    """Hidden states of the first two chunks are under way before the first chunk's statistics are merged."""
-    inputs = plain_inputs(rank, b=2, vocab=512)
-    config = FusedCEConfig(strategy=strategy, num_chunks=4, logits_backend="gemm_rows")
-    fused_result(rank, inputs, config, sp=True)  # a group's first call compares shapes besides
-    with Collectives({rank.group: "tp"}) as issued:
-        fused_result(rank, inputs, config, sp=True)
-    size = inputs.hidden.shape[-1]
-    of_hidden = [call.shapes[0][-1] == size for call in issued.calls if call.group == "tp"]
-    assert of_hidden[:3] == [True, True, False]
-
-
-# --- ranks that disagree ---------------------------------------------------------------------
-
-
-def one_call(rank: Rank, group, **changes):
-    """A small call that one rank makes with other arguments than the rest."""
-    arguments = {
-        "hidden": torch.ones(8, 1, 4, device=rank.device),
-        "weight": torch.ones(5, 4, device=rank.device),
-        "labels": torch.zeros(1, 8, dtype=torch.int64, device=rank.device),
-        "tp_group": group,
-        "config": FusedCEConfig(num_chunks=2),
-    }
-    return linear_cross_entropy(Call(**{**arguments, **changes}))
-
-
-def ones(device, *shape, dtype=torch.float32):
-    return torch.ones(*shape, device=device, dtype=dtype)
-
-
-#: What one rank gives otherwise, and the words of every rank's error.
-DIFFERENCES = {
-    "outputs": (lambda device: {"outputs": ("lse", "entropy")}, "disagree on outputs: \\(\\);"),
-    "tokens": (
-        lambda device: {
-            "hidden": ones(device, 6, 1, 4),
-            "labels": ones(device, 1, 6, dtype=torch.int64),
-        },
-        r"disagree on hidden: float32 \[8, 1, 4\]",
-    ),
-    "chunking": (lambda device: {"config": FusedCEConfig(num_chunks=3)}, "disagree on"),
-    "merge": (
-        lambda device: {"config": FusedCEConfig(num_chunks=2, merge="all_reduce")},
-        "disagree on merge",
-    ),
-    "z-loss": (
-        lambda device: {"config": FusedCEConfig(num_chunks=2, z_loss=1e-4)},
-        "disagree on z_loss",
-    ),
-    "temperature": (lambda device: {"temperature": 0.5}, "disagree on temperature"),
-    "temperatures": (
-        lambda device: {"temperature": ones(device, 1, 8)},
-        "disagree on temperature",
-    ),
-    "reduction": (lambda device: {"reduce_grad_hidden": False}, "disagree on reduce_grad_hidden"),
-    "temperature below 0": (lambda device: {"temperature": -1.0}, "above 0 and finite"),
-    "bad shape": (lambda device: {"hidden": ones(device, 8, 1, 3)}, "H = 3"),
-    "bad dtype": (lambda device: {"labels": ones(device, 1, 8)}, "expected int64"),
-    "bad dtype of hidden": (lambda device: {"hidden": ones(device, 8, 1, 4).double()}, "has dtype"),
-    "another dtype of hidden": (
-        lambda device: {"hidden": ones(device, 8, 1, 4).half()},
-        "expected one dtype",
-    ),
-    "config's type": (lambda device: {"config": "store"}, "config must be a FusedCEConfig"),
-    "weights elsewhere": (lambda device: {"token_weights": ones("meta", 1, 8)}, "token_weights on meta"),
-}
-
-
-@on_ranks(2, 4)
-@pytest.mark.parametrize("what", DIFFERENCES)
-def test_one_rank_differs(rank: Rank, what):
-    """In a group's first call, the last rank: every rank raises."""
-    make, words = DIFFERENCES[what]
-    changes = make(rank.device) if rank.rank == rank.size - 1 else {}
-    with fresh_group(rank) as group, pytest.raises((TypeError, ValueError), match=words):
-        one_call(rank, group, **changes)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("what", DIFFERENCES)
-def test_one_rank_differs_where_a_head_is_new(rank: Rank, what):
-    """To a group that knows another head: every rank compares the new one, the bad one too."""
-    make, words = DIFFERENCES[what]
-    changes = make(rank.device) if rank.rank == rank.size - 1 else {}
-    with fresh_group(rank) as group:
-        one_call(rank, group, weight=ones(rank.device, 9, 4))
-        with pytest.raises((TypeError, ValueError), match=words):
-            one_call(rank, group, **changes)
-        one_call(rank, group)
-
-
-@on_ranks(2)
-def test_a_teacher_that_is_no_tensor(rank: Rank):
-    """On one rank: every rank raises."""
-    hidden, weight = ones(rank.device, 8, 1, 4), ones(rank.device, 5, 4)
-    ids = torch.zeros(1, 8, 2, dtype=torch.int64, device=rank.device)
-    given = ids.tolist() if rank.rank else ids
-    with fresh_group(rank) as group, pytest.raises((TypeError, ValueError), match="must be tensors"):
-        fused_linear_topk_distillation(hidden, weight, given, ids.float(), tp_group=group)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("what", ["outputs", "tokens", "bad shape", "bad dtype"])
-def test_one_rank_differs_later(rank: Rank, what):
-    """In a later call, under debug_checks, which all ranks give."""
-    make, words = DIFFERENCES[what]
-    debug = {"config": FusedCEConfig(num_chunks=2, debug_checks=True)}
-    changes = make(rank.device) if rank.rank == rank.size - 1 else {}
-    with fresh_group(rank) as group:
-        one_call(rank, group, **debug)
-        with pytest.raises((TypeError, ValueError), match=words):
-            one_call(rank, group, **debug, **changes)
-
-
-@on_ranks(2, 4)
-def test_other_shards_over_the_same_group(rank: Rank):
-    """A head with unequal shards, then equal ones as small as the smallest: planned alike on every rank."""
-    last = rank.size - 1
-    with (
-        fresh_group(rank) as group,
-        patch.object(planner, "plan", wraps=planner.plan) as plan,
-    ):
-        for rows in (5 + 40 * rank.rank, 5, 5 + 3 * rank.rank, 9):
-            one_call(rank, group, weight=torch.ones(rows, 4, device=rank.device))
-    planned = [call.args[0].num_rows for call in plan.call_args_list]
-    assert planned == [5 + 40 * last, 5, 5 + 3 * last, 9], planned
-
-
-@on_ranks(2)
-def test_shards_that_overlap(rank: Rank):
-    with fresh_group(rank) as group, pytest.raises(ValueError, match="overlap"):
-        one_call(rank, group, vocab_start=0)
-
-
-@on_ranks(1, 2)
-def test_more_real_tokens_than_rows(rank: Rank):
-    """Five rows a rank."""
-    with fresh_group(rank) as group:
-        one_call(rank, group, config=FusedCEConfig(true_vocab_size=5 * rank.size))
-    words = f"the vocabulary has {5 * rank.size} rows"
-    with fresh_group(rank) as group, pytest.raises(ValueError, match=words):
-        one_call(rank, group, config=FusedCEConfig(true_vocab_size=5 * rank.size + 1))
-
-
-@on_ranks(2)
-def test_later_calls_are_not_checked(rank: Rank):
-    """After the first call nothing is compared: a changed option passes unseen, and costs no collective."""
-    with fresh_group(rank) as group:
-        issued = []
-        for scale in (1.0, 1.0, 1.0 + rank.rank):
-            config = FusedCEConfig(num_chunks=2, logit_scale=scale)
-            with Collectives({group: "tp"}) as seen:
-                one_call(rank, group, vocab_start=5 * rank.rank, config=config)
-            issued.append([call.name for call in seen.calls])
-    first, *later = issued
-    assert later == [["all_gather"] * 2] * 2, issued  # a merge for each chunk
-    assert len(first) > 2

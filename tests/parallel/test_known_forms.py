@@ -7,7 +7,6 @@ import copy
 import functools
 import importlib.util
 import inspect
-import io
 import sys
 import textwrap
 import types
@@ -18,36 +17,16 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import rl_utils
+from tests.support import megatron, rl_utils
 from tests.support.known_forms import table_until
-from tests.support.megatron import (
-    BATCH,
-    INSTALLED,
-    NEWEST,
-    SEQUENCE,
-    VOCAB,
-    Model,
-    build,
-    core_version,
-    have_groups,
-    of_core,
-    positions_and_mask,
-)
+from tests.support.megatron import INSTALLED, NEWEST, Model, build, core_version, flag, have_groups, of_core
 from tests.support.ranks import Rank, on_ranks
 
 CORES = [of_core(2, NEWEST), of_core(2, INSTALLED)]
-#: What eight losses of users do before Megatron's loss ``[b, s]``, and after it.
+#: What losses of users do before Megatron's loss ``[b, s]``, and after it.
 LOSSES = {
     "z-loss": ("z = logits.clone().float().logsumexp(-1).t()", "loss = loss + 1e-2 * z * z"),
-    "focal": ("", "loss = (1 - torch.exp(-loss)) ** 2 * loss"),
-    "label smoothing": ("mean = logits.float().mean(-1).t()", "loss = 0.9 * loss - 0.1 * mean"),
-    "a temperature": ("logits = logits / 2.0", ""),
     "only logs": ("", "self.__dict__.setdefault('logged', []).append(loss.detach())"),
-    "warms up": (
-        "steps = self.__dict__['steps'] = self.__dict__.get('steps', 0) + 1",
-        "loss = loss * min(1.0, 0.1 * steps)",
-    ),
-    "reads self.training": ("", "loss = loss * (2.0 if self.training else 1.0)"),
     "an autograd function": (
         """class Halved(torch.autograd.Function):
             @staticmethod
@@ -144,40 +123,24 @@ def before_enable(loss: Any = None) -> Iterator[Any]:
 
 def step(rank: Rank, built: Any) -> dict[str, torch.Tensor]:
     """The loss of one micro-batch, and every gradient."""
-    generator = torch.Generator().manual_seed(5)
-    ids = torch.randint(0, VOCAB, (BATCH, SEQUENCE + 1), generator=generator).to(rank.device)
-    mask = torch.rand(BATCH, SEQUENCE, generator=generator).to(rank.device)
-    labels = ids[:, 1:].contiguous()
-    losses = built(ids[:, :-1], *positions_and_mask(rank), labels=labels, loss_mask=mask)
-    loss = (losses * mask).sum() / mask.sum()
+    batch = megatron.draw(rank)
+    losses = megatron.losses_of(built, batch, rank)
+    loss = (losses * batch.mask).sum() / batch.mask.sum()
     loss.backward()
     gradients = {name: p.grad.clone() for name, p in built.named_parameters() if p.grad is not None}
     return {"loss": loss.detach(), **gradients}
 
 
 def run(
-    rank: Rank, on: bool, change: Any = None, model: Model | None = None, **options: Any
+    rank: Rank, on: bool, change: Any = None, model: Model | None = None, trust: Any = ()
 ) -> tuple[Any, Any, str]:
     """What a step leaves of a model that ``change`` is done to, the counters, and what was said."""
-    import megatron_fused_ce
-    from megatron_fused_ce.adapter import report
-
-    counters = megatron_fused_ce.counters()
-    counters.reset()
-    report._said.clear()
-    printed = io.StringIO()
-    if on:
-        config = megatron_fused_ce.FusedCEConfig(strategy="store", num_chunks=3)
-        megatron_fused_ce.enable(config, **options)
-    try:
-        with contextlib.redirect_stdout(printed):
-            built = build(model or Model(), rank)
-            if change is not None:
-                change(built)
-            made = step(rank, built)
-    finally:
-        megatron_fused_ce.disable()
-    return made, (counters.fused, counters.materialised), printed.getvalue()
+    with flag(strategy="store", num_chunks=3, trust=trust) if on else contextlib.nullcontext() as seen:
+        built = build(model or Model(), rank)
+        if change is not None:
+            change(built)
+        made = step(rank, built)
+    return made, seen and seen.counts[:2], seen and seen.said
 
 
 def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], bound: float = 0.0) -> None:
@@ -193,40 +156,34 @@ def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor],
 def test_a_loss_of_the_users_own(rank: Rank, name, place, tmp_path):
     have_groups(rank.size)
     folder = own_folder(rank, tmp_path)
-    newer = core_version() == (0, 19)
     make = functools.partial(own_loss, name, folder=folder)
+    words = ["has a loss of its own", "own_loss.py", "remove it to have", "has no effect on this head"]
+    change: Any = None
     if place == "a fork's source":
         make = lambda stock: edited(*LOSSES[name], folder)  # noqa: E731
-    words = "has a loss of its own"
-    change = None
-    with before_enable(make if place in ("before enable()", "a fork's source") else None) as stock:
+        newer = core_version() == (0, 19)
+        words = ["is newer than this package knows, and not taken" if newer else "was edited"]
+    elif place == "an instance":
+        words = ["the loss of this call is"]
+    early = place in ("before enable()", "a fork's source")
+    with before_enable(make if early else None) as stock, pytest.MonkeyPatch.context() as patch:
         if place == "an instance":
+            change = lambda built: vars(built).update(  # noqa: E731
+                compute_language_model_loss=types.MethodType(make(stock), built)
+            )
+        if place == "after enable()":
+            from megatron_fused_ce.adapter import forms
 
-            def change(built: Any) -> None:
-                built.compute_language_model_loss = types.MethodType(make(stock), built)
-
-            words = "the loss of this call is"
-        if place == "a fork's source":
-            words = "is newer than this package knows, and not taken" if newer else "was edited"
-        with pytest.MonkeyPatch.context() as patch:
-            if place == "after enable()":
-                import megatron_fused_ce
-                from megatron_fused_ce.adapter import forms
-
-                megatron_fused_ce.enable()
+            with flag():
                 cls = sys.modules[forms.LANGUAGE_MODULE].LanguageModule
                 patch.setattr(cls, "compute_language_model_loss", make(stock))
-                megatron_fused_ce.disable()
-            off, _, _ = run(rank, False, change)
-            on, seen, said = run(rank, True, change)
-            assert_same(on, off)
-            assert seen == (0, 0)
-            assert rank.rank or (words in said and "Megatron's own path" in said), said
-            if place in ("before enable()", "after enable()"):
-                told = "own_loss.py", "remove it to have", "has no effect on this head"
-                assert rank.rank or all(part in said for part in told), said
-            if place == "a fork's source" and name == "z-loss":
-                trust_it(rank, said, off)
+        off, _, _ = run(rank, False, change)
+        on, seen, said = run(rank, True, change)
+        assert_same(on, off)
+        assert seen == (0, 0)
+        assert rank.rank or all(part in said for part in (*words, "Megatron's own path")), said
+        if place == "a fork's source" and name == "z-loss":
+            trust_it(rank, said, off)
 
 
 def trust_it(rank: Rank, said: str, off: Any) -> None:
@@ -532,17 +489,12 @@ def test_a_trial_finds(rank: Rank, name, tmp_path):
     have_groups(rank.size)
     before, after, words = NEWER[name]
     with before_enable(lambda stock: edited(before, after, own_folder(rank, tmp_path))):
-        import megatron_fused_ce
-        from megatron_fused_ce.adapter import output_layer, report
+        from megatron_fused_ce.adapter import output_layer
 
-        megatron_fused_ce.enable()
-        report._said.clear()
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
+        with flag() as seen:
             model = build(Model(), rank)
-        megatron_fused_ce.disable()
     assert not isinstance(model.output_layer, output_layer.ColumnParallelLinear)
-    assert rank.rank or words in printed.getvalue(), printed.getvalue()
+    assert rank.rank or words in seen.said, seen.said
 
 
 @on_ranks(*CORES)
@@ -585,33 +537,29 @@ def warmer(logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("place", ["before enable()", "after enable()", "a form that is not known"])
 def test_a_log_softmax_that_is_not_known(rank: Rank, place):
     """``selective_log_softmax`` of train_rl.py: a user's gets real logits, a newer one is tried."""
-    import megatron_fused_ce
-    from megatron_fused_ce.adapter import report
-
     have_groups(rank.size)
     tokens, positions, _ = rl_utils.tokens_of(rank)
     own = {} if place == "a form that is not known" else {"selective_log_softmax": warmer}
     is_fused = not own and core_version() == (0, 19)
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
+    before = own if place == "before enable()" else {}
+
+    def made(patch: pytest.MonkeyPatch, own: dict[str, Any]) -> torch.Tensor:
         for name, function in own.items():
             patch.setattr(rl_utils, name, function)
-        expected = rl_utils.get_logprobs(build(Model(), rank), tokens, positions)
-        patch.undo()
-        report._said.clear()
-        megatron_fused_ce.enable()
-        megatron_fused_ce.counters().reset()
-        before = own if place == "before enable()" else {}
-        with rl_utils.patched_caller(is_known=False, **before):
-            for name, function in own.items() if place == "after enable()" else ():
-                patch.setattr(rl_utils, name, function)
-            made = rl_utils.get_logprobs(build(Model(), rank), tokens, positions)
-            patch.undo()
-        megatron_fused_ce.disable()
-    counters = megatron_fused_ce.counters()
-    assert (counters.fused, counters.materialised, counters.stock) == (is_fused, 0, not is_fused)
+        return rl_utils.get_logprobs(build(Model(), rank), tokens, positions)
+
+    with pytest.MonkeyPatch.context() as patch:
+        off = made(patch, own)
+    with (
+        flag() as seen,
+        rl_utils.patched_caller(is_known=False, **before),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        on = made(patch, {} if before else own)
+    assert seen.counts == (is_fused, 0, not is_fused)
     if is_fused:
-        rl_utils.assert_same(made, expected)
+        rl_utils.assert_same(on, off)
     else:
-        assert torch.equal(made, expected)
+        assert torch.equal(on, off)
     words = "warmer" if own else "equal on a trial" if is_fused else "was edited: --fused-ce-trust"
-    assert rank.rank or words in printed.getvalue(), printed.getvalue()
+    assert rank.rank or words in seen.said, seen.said

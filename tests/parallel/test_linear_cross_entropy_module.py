@@ -13,19 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.megatron import (
-    BATCH,
-    GRADIENT_BOUND,
-    LOSS_BOUND,
-    NEWEST,
-    SEQUENCE,
-    VOCAB,
-    Model,
-    build,
-    have_groups,
-    of_core,
-    positions_and_mask,
-)
+from tests.support import megatron
+from tests.support.megatron import BATCH, NEWEST, SEQUENCE, VOCAB, Model, build, have_groups, of_core
 from tests.support.ranks import Rank, on_ranks
 
 #: As a module of Megatron's; ``{before}`` and ``{after}`` its super().forward are where forks differ.
@@ -74,7 +63,7 @@ def adopted(model: Any, layer: type) -> Any:
 def step(model: Any, rank: Rank, labels: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Losses and gradients, of labels that count."""
     ids = torch.arange(BATCH * SEQUENCE).view(BATCH, SEQUENCE).to(rank.device) * 3 % VOCAB
-    losses = model(ids, *positions_and_mask(rank), labels=labels)
+    losses = model(ids, *megatron.positions_and_mask(rank), labels=labels)
     (losses * (labels >= 0)).sum().backward()
     return losses.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
 
@@ -83,11 +72,7 @@ def step(model: Any, rank: Rank, labels: torch.Tensor) -> tuple[torch.Tensor, di
 @pytest.mark.parametrize("as_loss", [False, True], ids=["logits", "loss"])
 @pytest.mark.parametrize("before", ["", "weight = self.weight if weight is None else weight"])
 def test_is_adopted(rank: Rank, before, as_loss):
-    import megatron_fused_ce
-
-    megatron_fused_ce.disable()
     have_groups(rank.size)
-    counters = megatron_fused_ce.counters()
     labels = torch.arange(BATCH * SEQUENCE).view(BATCH, SEQUENCE).to(rank.device) * 7 % VOCAB
     if as_loss:
         labels[:, :3] = -100
@@ -98,14 +83,14 @@ def test_is_adopted(rank: Rank, before, as_loss):
         model.__class__ = module.GPTModel
     keys = list(model.state_dict())
     adopted(model, module.LinearCrossEntropyModule)
-    counters.reset()
-    losses, gradients = step(model, rank, labels)
-    assert (counters.fused, counters.materialised, counters.stock) == (1, 0, 0)
+    with megatron.counted() as seen:
+        losses, gradients = step(model, rank, labels)
+    assert seen.counts == (1, 0, 0)
     counts = labels >= 0
-    assert (losses - right)[counts].norm() <= LOSS_BOUND * right[counts].norm()
+    assert (losses - right)[counts].norm() <= megatron.LOSS_BOUND * right[counts].norm()
     assert as_loss is bool(counts.logical_not().any()) and not losses[~counts].any()
     for parameter, expected in right_gradients.items():
-        assert (gradients[parameter] - expected).norm() <= GRADIENT_BOUND * expected.norm() > 0
+        assert (gradients[parameter] - expected).norm() <= megatron.GRADIENT_BOUND * expected.norm() > 0
     # Megatron-FSDP knows the layer by the name of its class, others by isinstance.
     layer = model.output_layer
     assert type(layer).__name__ == "LinearCrossEntropyModule" and list(model.state_dict()) == keys
@@ -115,10 +100,7 @@ def test_is_adopted(rank: Rank, before, as_loss):
 
 @on_ranks(of_core(1, NEWEST))
 def test_the_loss_of_an_unknown_caller_is_its_own(rank: Rank):
-    import megatron_fused_ce
-
     have_groups(1)
-    megatron_fused_ce.disable()
     layer = adopted(build(Model(), rank), of_source().LinearCrossEntropyModule).output_layer
     hidden = torch.ones(SEQUENCE, BATCH, layer.input_size, device=rank.device)
     labels = torch.zeros(BATCH, SEQUENCE, dtype=torch.int64, device=rank.device)
@@ -143,7 +125,6 @@ def test_a_fork_that_does_more_is_left_alone(rank: Rank, fork):
     import megatron_fused_ce
 
     have_groups(1)
-    megatron_fused_ce.disable()
     layer = of_source(**fork).LinearCrossEntropyModule
     model = adopted(build(Model(), rank), layer)
     assert type(model.output_layer) is layer

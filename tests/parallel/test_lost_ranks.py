@@ -12,6 +12,7 @@ import pytest
 from tests.support import lost, torchrun
 from tests.support.lost import PHASES, TIMEOUT_S, Case
 from tests.support.op import STRATEGIES
+from tests.support.pairs import generate
 from tests.support.ranks import ROOT, VARIABLES, RankProcesses
 
 #: What gloo says of a connection that the other end has closed, and of one that it has waited on.
@@ -44,14 +45,19 @@ def test_a_rank_that_is_killed(strategy):
     is_gone(Case("killed", "backward", strategy, True))
 
 
+#: Rows in which all pairs meet.
+GONE_IN = generate(
+    {
+        **{"how": ("killed", "raised and gone"), "phase": PHASES, "strategy": STRATEGIES},
+        **{"sequence_parallel": (False, True), "part": (0.3, 0.7)},
+    }
+)
+
+
 @pytest.mark.rest
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("how", ["killed", "raised and gone"])
-@pytest.mark.parametrize("part", [0.3, 0.7])
-def test_a_rank_that_is_gone(part, how, strategy, sp, phase):
-    is_gone(Case(how, phase, strategy, sp, part))
+@pytest.mark.parametrize("case", GONE_IN, ids=lambda case: "-".join(map(str, case.values())))
+def test_a_rank_that_is_gone(case):
+    is_gone(Case(**case))
 
 
 @pytest.mark.rest

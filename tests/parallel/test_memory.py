@@ -38,49 +38,36 @@ H_T = 20
 Shape = tuple[Any, ...]  # a dtype and the lengths
 
 
-#: Keyword arguments of a case. Four chunks: more than any ring of buffers has room for.
-CASES: dict[str, dict[str, Any]] = {}
-for _strategy in ("recompute", "store", "grad_in_forward"):
-    for _backend in ("scaled_exp", "gemm_rows"):
-        _both = {"strategy": _strategy, "logits_backend": _backend}
-        for _sp in (False, True):
-            for _count in (1, 4):
-                CASES[f"{_strategy} {_backend}{' sp' * _sp} chunks={_count}"] = {
-                    **_both,
-                    "sequence_parallel": _sp,
-                    "num_chunks": _count,
-                }
-        CASES[f"{_strategy} {_backend} frozen weight"] = {
-            **_both,
-            "sequence_parallel": True,
-            "num_chunks": 4,
-            "trained": False,
-        }
-    CASES[f"{_strategy} logits in fp32"] = {
-        "strategy": _strategy,
-        "logits_backend": "gemm_rows",
-        "num_chunks": 4,
-        "logit_precision": "fp32",
+def cases(strategy: str) -> dict[str, dict[str, Any]]:
+    """Keyword arguments of a strategy's cases, four chunks where they say no other: more than any ring of
+    buffers has room for."""
+    exp, rows = {"logits_backend": "scaled_exp"}, {"logits_backend": "gemm_rows"}
+    sp, frozen, fp32 = {"sequence_parallel": True}, {"trained": False}, {"logit_precision": "fp32"}
+    jsd, kl = {**rows, "divergence": "jsd"}, {**rows, "divergence": "forward_kl"}
+    found = {
+        f"{of['logits_backend']}{' sp' * bool(split)} chunks={count}": {**of, **split, "num_chunks": count}
+        for of in (exp, rows)
+        for split in ({}, sp)
+        for count in (1, 4)
     }
-    CASES[f"{_strategy} two all-reduces"] = {
-        "strategy": _strategy,
-        "logits_backend": "scaled_exp",
-        "sequence_parallel": True,
-        "num_chunks": 4,
-        "merge": "all_reduce",
+    found |= {
+        "scaled_exp frozen weight": {**exp, **sp, **frozen},
+        "gemm_rows frozen weight": {**rows, **sp, **frozen},
+        "logits in fp32": {**rows, **fp32},
+        "two all-reduces": {**exp, **sp, "merge": "all_reduce"},
+        "beside a teacher": jsd,
+        "beside a teacher sp": {**kl, **sp},
+        "beside a teacher frozen weight": {**jsd, **sp, **frozen},
+        "beside a teacher logits in fp32": {**jsd, **fp32},
     }
-    CASES |= {
-        f"{_strategy} beside a teacher{words}": {
-            **{"strategy": _strategy, "logits_backend": "gemm_rows", "num_chunks": 4, "divergence": "jsd"},
-            **options,
-        }
-        for words, options in {
-            "": {},
-            " sp": {"sequence_parallel": True, "divergence": "forward_kl"},
-            " frozen weight": {"sequence_parallel": True, "trained": False},
-            " logits in fp32": {"logit_precision": "fp32"},
-        }.items()
-    }
+    if strategy != "grad_in_forward":  # all but one token of each part have an upstream gradient
+        for name, of in {"scaled_exp": exp, "gemm_rows": rows, "logits in fp32": {**rows, **fp32}}.items():
+            found[f"some tokens, {name}"] = {**of, "idle": True}
+            found[f"some tokens, {name} sp"] = {**of, **sp, "idle": True}
+    return {f"{strategy} {name}": {"strategy": strategy, **case} for name, case in found.items()}
+
+
+CASES = {**cases("recompute"), **cases("store"), **cases("grad_in_forward")}
 
 
 @on_ranks(pytest.param(1, marks=pytest.mark.rest), 2)
@@ -89,21 +76,8 @@ def test_buffers(rank: Rank, case):
     if rank.size == 1 and CASES[case].get("sequence_parallel"):
         pytest.skip("one rank has all tokens")
     # Row kernels in plain PyTorch work in copies of fewer rows than a chunk has.
-    with patch.object(rows_torch, "BLOCK_ELEMENTS", 8 * V):
-        peaks_are_as_predicted(rank, **CASES[case])
-
-
-@on_ranks(2)
-@pytest.mark.parametrize(
-    ("backend", "precision"), [("scaled_exp", "auto"), ("gemm_rows", "auto"), ("gemm_rows", "fp32")]
-)
-@pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
-@pytest.mark.parametrize("strategy", ["recompute", "store"])
-def test_buffers_without_some_tokens(rank: Rank, strategy, sp, backend, precision):
-    """All but one of each part have an upstream gradient."""
-    case = {"strategy": strategy, "logits_backend": backend, "logit_precision": precision, "num_chunks": 4}
     with patch.object(rows_torch, "BLOCK_ELEMENTS", 8 * V), patch.object(masked_tokens, "ROUND_TO", 1):
-        peaks_are_as_predicted(rank, **case, sequence_parallel=sp, idle=True)
+        peaks_are_as_predicted(rank, **CASES[case])
 
 
 @on_ranks(1)
@@ -193,7 +167,7 @@ def peaks_are_as_predicted(
     logits_backend: str,
     sequence_parallel: bool = False,
     merge: str = "packed",
-    num_chunks: int,
+    num_chunks: int = 4,
     trained: bool = True,
     logit_precision: str = "auto",
     divergence: str | None = None,

@@ -16,30 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fused_ce.adapter import report
 from megatron_fused_ce.scripts.lib.live_storages import LogitStorages
-from tests.support.megatron import (
-    BATCH,
-    GRADIENT_BOUND,
-    INSTALLED,
-    LOSS_BOUND,
-    NEWEST,
-    SEQUENCE,
-    VOCAB,
-    Batch,
-    Model,
-    Training,
-    build,
-    have_groups,
-    of_core,
-    positions_and_mask,
-    takes_mask,
-    with_modelopt,
-)
+from tests.support import megatron
+from tests.support.megatron import BATCH, NEWEST, SEQUENCE, VOCAB, Flag, Model, flag, of_core, with_modelopt
 from tests.support.ranks import Rank, on_ranks
 
 NEWER = with_modelopt(NEWEST)
-STEPS, MICRO_BATCHES, CHUNKS = 3, 2, 6
+MICRO_BATCHES, CHUNKS = 2, 6
 ARGUMENTS = "megatron.training.global_vars"
 
 
@@ -63,6 +46,8 @@ class Pair:
     arguments: bool = True
     why_not: str | None = None
     spoilt_by: str = ""
+    #: of the optimizer; then an evaluation
+    steps: int = 2
 
 
 SPLIT = Model(sequence_parallel=True)
@@ -100,7 +85,7 @@ def megatrons_arguments(pair: Pair) -> Iterator[None]:
 
 def peaked(model: Model, rank: Rank, seed: int) -> Any:
     """A model whose distributions differ from token to token, and from those of another seed."""
-    built = build(model, rank)
+    built = megatron.build(model, rank)
     generator = torch.Generator().manual_seed(seed)
     weight = built.shared_embedding_or_output_weight() if model.tied else built.output_layer.weight
     whole = torch.randn(VOCAB, model.hidden, generator=generator)
@@ -114,10 +99,7 @@ def joined(pair: Pair, rank: Rank) -> Any:
     import modelopt.torch.distill as mtd
     import modelopt.torch.distill.plugins.megatron as plugin
 
-    sides = (pair.student, pair.teacher)
-    if rank.size == 1:
-        sides = tuple(replace(side, sequence_parallel=False) for side in sides)
-    student, teacher = (peaked(side, rank, seed) for seed, side in enumerate(sides))
+    student, teacher = (peaked(side, rank, seed) for seed, side in enumerate((pair.student, pair.teacher)))
     norms = "decoder.final_norm" if pair.student.family == "hybrid" else "decoder.final_layernorm"
     config = plugin.DistillationConfig(
         skip_lm_loss=pair.skip_lm_loss,
@@ -180,16 +162,6 @@ def kd_loss(mask: Tensor, model: Any, losses: Tensor) -> Any:
     return made["kd_loss"] if model.training else of_labels, mask.sum().to(torch.int), report
 
 
-def micro_batches(rank: Rank, seed: int) -> list[Batch]:
-    generator = torch.Generator().manual_seed(seed)
-    made = []
-    for _ in range(MICRO_BATCHES):
-        ids, labels = torch.randint(0, VOCAB, (2, BATCH, SEQUENCE), generator=generator).to(rank.device)
-        mask = (torch.rand(BATCH, SEQUENCE, generator=generator) < 0.7).float().to(rank.device)
-        made.append(Batch(ids, labels, mask))
-    return made
-
-
 class Run:
     """Some optimizer steps in Megatron's schedule, then an evaluation."""
 
@@ -200,17 +172,16 @@ class Run:
             self.model = joined(pair, rank)
         if not flag and pair.why_not is None:
             keep_logits_whole(self.model)
-        training = Training(rank, self.model, lr=1e-3)
+        training = megatron.Training(rank, self.model, lr=1e-3)
         self.reports: list[dict[str, Tensor]] = []
 
         def forward_step(data: Any, model: Any) -> Any:
             batch = next(data)
-            mask = {"loss_mask": batch.mask} if takes_mask(pair.student) else {}
-            output = model(batch.ids, *positions_and_mask(rank), labels=batch.labels, **mask)
-            return output, functools.partial(kd_loss, batch.mask, self.model)
+            return megatron.losses_of(model, batch, rank), functools.partial(kd_loss, batch.mask, self.model)
 
         def schedule(seed: int, forward_only: bool) -> None:
-            batches = micro_batches(rank, seed)
+            generator = torch.Generator().manual_seed(seed)
+            batches = [megatron.draw(rank, generator, 0.7) for _ in range(MICRO_BATCHES)]
             self.reports += get_forward_backward_func()(
                 forward_step_func=forward_step, data_iterator=iter(batches), model=[training.ddp],
                 num_microbatches=MICRO_BATCHES, seq_length=SEQUENCE, micro_batch_size=BATCH,
@@ -222,7 +193,7 @@ class Run:
         storages = LogitStorages(vocab_rows=VOCAB // rank.size, hidden_size=pair.student.hidden)
         with warnings.catch_warnings(record=True) as warned, storages:
             warnings.simplefilter("always")
-            for step in range(STEPS):
+            for step in range(pair.steps):
                 training.zero_grad()
                 if pair.anneals:
                     (loss,) = self.model._layers_to_loss.values()
@@ -239,7 +210,7 @@ class Run:
         self.kept_twice = sum("already has an intermediate output" in str(w.message) for w in warned)
         training.ddp.eval()
         with torch.no_grad():
-            schedule(STEPS, True)
+            schedule(pair.steps, True)
         for (name, parameter), before in zip(self.model.named_parameters(), start, strict=True):
             assert torch.equal(parameter, before) == name.startswith("_teacher_model"), name
         layers = self.model.output_layer, self.model.teacher_model.output_layer
@@ -248,54 +219,51 @@ class Run:
         self.config = self.model.config
 
 
-def both(pair: Pair, rank: Rank, strategy: str) -> tuple[Run, Run, Any]:
-    """Off, on, and the counters of the latter."""
-    import megatron_fused_ce
-
-    megatron_fused_ce.disable()
-    have_groups(rank.size)
+def both(pair: Pair, rank: Rank, strategy: str) -> tuple[Run, Run, Flag]:
+    """Off, on, and what was seen of the latter."""
+    megatron.have_groups(rank.size)
     off = Run(pair, rank, flag=False)
-    config = megatron_fused_ce.FusedCEConfig(strategy=strategy, num_chunks=CHUNKS)
-    megatron_fused_ce.enable(config)
-    counters = megatron_fused_ce.counters()
-    counters.reset()
-    try:
+    with flag(strategy=strategy, num_chunks=CHUNKS) as seen:
         on = Run(pair, rank, flag=True)
-    finally:
-        megatron_fused_ce.disable()
-    return off, on, counters
+    return off, on, seen
 
 
 def compare(off: Run, on: Run) -> None:
-    assert len(on.reports) == len(off.reports) == (STEPS + 1) * MICRO_BATCHES
+    assert len(on.reports) == len(off.reports) > MICRO_BATCHES
     for mine, theirs in zip(on.reports, off.reports, strict=True):
         assert mine.keys() == theirs.keys()
         for name, loss in theirs.items():
             # The weights of two right runs drift apart by their rounding.
-            assert torch.allclose(mine[name], loss, rtol=20 * LOSS_BOUND, atol=0), (name, mine[name], loss)
+            assert torch.allclose(mine[name], loss, rtol=20 * megatron.LOSS_BOUND, atol=0), (
+                name,
+                mine[name],
+                loss,
+            )
         assert theirs["logits_loss"] > 1, ("the models agree: the case tests nothing", theirs)
     assert on.kept_twice == off.kept_twice
     for name, right in off.gradients.items():
         norm = right.double().norm()
         assert norm > 0 or "mtp" in name, name
-        assert (on.gradients[name].double() - right.double()).norm() <= GRADIENT_BOUND * norm, name
+        assert (on.gradients[name].double() - right.double()).norm() <= megatron.GRADIENT_BOUND * norm, name
     assert on.state.keys() == off.state.keys()
 
 
-@on_ranks(of_core(2, NEWER), of_core(1, NEWER, pytest.mark.rest), of_core(2, with_modelopt(INSTALLED)))
+@on_ranks(
+    of_core(2, NEWER), of_core(1, NEWER, pytest.mark.rest), of_core(2, with_modelopt(megatron.INSTALLED))
+)
 @pytest.mark.parametrize("name", PAIRS)
 def test_training_in_megatrons_loop(rank: Rank, name: str):
     pair = PAIRS[name]
-    off, on, counters = both(pair, rank, pair.student.strategy)
+    off, on, seen = both(pair, rank, pair.student.strategy)
     compare(off, on)
-    calls = (STEPS + 1) * MICRO_BATCHES
+    calls = (pair.steps + 1) * MICRO_BATCHES
     of_labels = MICRO_BATCHES if pair.skip_lm_loss else calls
     of_labels += calls * pair.student.mtp
-    assert (counters.fused, counters.materialised, counters.stock) == (calls + of_labels, 0, 0)
+    assert seen.counts == (calls + of_labels, 0, 0)
     # Of [T, V / R] in fp32 ModelOpt's formula holds ten, and the head in plain PyTorch as many of a chunk.
     everything = 4 * BATCH * SEQUENCE * VOCAB // rank.size
     assert off.peak_bytes >= 8 * everything
-    if takes_mask(pair.student):  # else `auto` chooses, and keeps all of so few
+    if megatron.takes_mask(pair.student):  # else `auto` chooses, and keeps all of so few
         assert 0 < on.peak_bytes <= 12 * everything / CHUNKS
 
 
@@ -303,79 +271,12 @@ def test_training_in_megatrons_loop(rank: Rank, name: str):
 @pytest.mark.parametrize("name", STAY)
 def test_what_stays_with_megatron(rank: Rank, name: str):
     """In words, and the same to the bit."""
-    pair = STAY[name]
-    said: list[str] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "say", said.append)
-        patch.setattr(report, "_said", set())
-        off, on, counters = both(pair, rank, "recompute")
+    pair = replace(STAY[name], steps=1)
+    off, on, seen = both(pair, rank, "recompute")
     # The teacher's logits stay deferred until the loss asks for them.
-    calls = (STEPS + 1) * MICRO_BATCHES if pair.spoilt_by == "hook" else 0
-    assert (counters.fused, counters.materialised) == (0, calls)
+    calls = (pair.steps + 1) * MICRO_BATCHES if pair.spoilt_by == "hook" else 0
+    assert seen.counts[:2] == (0, calls)
     for mine, theirs in zip(on.reports, off.reports, strict=True):
         assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
     assert all(torch.equal(on.state[key], off.state[key]) for key in off.state)
-    assert rank.rank or any(pair.why_not in line for line in said), said
-
-
-@on_ranks(of_core(2, NEWER))
-@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl"])
-def test_its_own_loss_is_a_second_witness_of_the_op(rank: Rank, kind: str):
-    """``LogitsKLLoss`` of real logits and the op, against fp64: loss and gradients, some tokens peaked."""
-    import modelopt.torch.distill.plugins.megatron as plugin
-    from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
-
-    import megatron_fused_ce
-
-    megatron_fused_ce.disable()
-    have_groups(rank.size)
-    temperature, generator = 0.7, torch.Generator().manual_seed(3)
-    draw = functools.partial(torch.randn, generator=generator)
-    hidden, weight = draw(SEQUENCE, BATCH, 32), 0.4 * draw(VOCAB, 32)
-    teacher_hidden, teacher_weight = draw(SEQUENCE, BATCH, 20), 0.4 * draw(VOCAB, 20)
-    teacher_hidden[::5] *= 12
-    hidden[::7] *= 8
-    upstream = draw(BATCH, SEQUENCE)
-
-    def of(loss_of: Any, dtype: torch.dtype) -> list[Tensor]:
-        given = [x.to(dtype) for x in (hidden, weight, teacher_hidden, teacher_weight)]
-        given = [x.to(rank.device, copy=True).requires_grad_(at < 2) for at, x in enumerate(given)]
-        loss, total = loss_of(*given)
-        total.backward()
-        return [loss.detach().double(), given[0].grad.double(), mine(given[1].grad).double()]
-
-    def mine(x: Tensor) -> Tensor:
-        return x.chunk(rank.size)[rank.rank]
-
-    def weighted(loss: Tensor) -> tuple[Tensor, Tensor]:
-        return loss, (loss * upstream.to(loss)).sum()
-
-    def definition(h: Tensor, w: Tensor, h_t: Tensor, w_t: Tensor) -> Any:
-        log_s, log_t = ((x @ y.T / temperature).log_softmax(-1) for x, y in ((h, w), (h_t, w_t)))
-        p, q = (log_t, log_s) if kind == "forward_kl" else (log_s, log_t)
-        return weighted((p.exp() * (p - q)).sum(-1).t())
-
-    def modelopts(h: Tensor, w: Tensor, h_t: Tensor, w_t: Tensor) -> Any:
-        config = types.SimpleNamespace(tensor_model_parallel_size=rank.size, sequence_parallel=False)
-        loss_of = plugin.LogitsKLLoss(config, temperature, reverse=kind == "reverse_kl")
-        student = copy_to_tensor_model_parallel_region(h) @ mine(w).T
-        loss, reduces, _ = loss_of((student, None), (h_t @ mine(w_t).T, None))
-        assert reduces
-        whole = loss.detach().clone()
-        dist.all_reduce(whole, group=rank.group)
-        return whole, weighted(loss)[1]
-
-    def ours(h: Tensor, w: Tensor, h_t: Tensor, w_t: Tensor) -> Any:
-        made = megatron_fused_ce.fused_linear_distillation(
-            h, mine(w), h_t, mine(w_t), divergence=kind, temperature=temperature, tp_group=rank.group
-        )
-        return weighted(made.loss)
-
-    exact = of(definition, torch.float64)
-    theirs, own = of(modelopts, torch.float32), of(ours, torch.float32)
-    for name, right, other, got in zip(
-        ("loss", "grad_hidden", "grad_weight"), exact, theirs, own, strict=True
-    ):
-        error, floor = (other - right).abs().max(), 1e-6 * right.abs().max()
-        assert error < 5 * floor, name
-        assert (got - right).abs().max() <= max(2 * error, floor), name
+    assert rank.rank or pair.why_not in seen.said, seen.said

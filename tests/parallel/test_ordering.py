@@ -15,14 +15,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy
+from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, fused_linear_distillation
 from megatron_fused_ce.scripts.lib.collectives import (
     Collective,
     Collectives,
     RandomDelays,
     first_difference,
 )
-from tests.support.head import strategy_in_place
+from tests.support.distillation import make_problem
+from tests.support.head import rows_of, strategy_in_place, tokens_of
 from tests.support.ranks import Rank, on_ranks
 
 NUM_CHUNKS = 4
@@ -197,55 +198,6 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-@on_ranks(4)
-@pytest.mark.parametrize(
-    "setup",
-    [*SETUPS, *(pytest.param(setup, marks=pytest.mark.rest) for setup in SCALED_EXP)],
-    ids=str,
-)
-def test_disturbed_timing(rank: Rank, setup):
-    """Random sleeps before every collective, other ones on each rank: the same bits come out."""
-    with groups_of(rank, setup.tp) as groups:
-        data = make_data(rank, groups, setup, dtype_of(rank, setup))
-        train_step(rank, groups, setup, data)  # a group's first call compares shapes besides
-        with Collectives(groups.names) as quiet:
-            expected = train_step(rank, groups, setup, data)
-        # A step of four ranks takes Triton's interpreter seconds.
-        interpreted = setup.logits_backend == "scaled_exp" and rank.device.type == "cpu"
-        for repeat in range(1 if interpreted else NUM_DISTURBED_STEPS):
-            delays = RandomDelays(1000 * repeat + rank.rank, longest_s=LONGEST_DELAY_S, device=rank.device)
-            with Collectives(groups.names, before=delays) as disturbed:
-                got = train_step(rank, groups, setup, data)
-            assert disturbed.calls == quiet.calls
-            names = ("loss", "grad_weight", "the layer's gradient", "gathered")
-            for name, a, b in zip(names, got, expected, strict=True):
-                assert torch.equal(bits(a), bits(b)), f"{name} differs in repeat {repeat}"
-    assert all(torch.isfinite(tensor).all() for tensor in expected)
-    check_calls_of_a_step(setup, quiet.calls)
-
-
-def check_calls_of_a_step(setup: Setup, calls: list[Collective]) -> None:
-    """What was watched is a whole step: the second communicator's, and each chunk's own."""
-    beside = [call for call in calls if call.group == "dp"]
-    assert [call.name for call in beside] == ["all_reduce"] * 3
-    assert all(call.group in ("tp", "dp") for call in calls)
-    reduction = "reduce_scatter" if setup.sequence_parallel else "all_reduce"
-    part = (SEQUENCE // (setup.tp if setup.sequence_parallel else 1)) * BATCH // NUM_CHUNKS
-    reduced = [call for call in calls if call.group == "tp" and call.name == reduction]
-    reduced = [call for call in reduced if call.shapes[0] == (part, HIDDEN)]
-    assert len(reduced) == NUM_CHUNKS, f"{len(reduced)} reductions of grad_hidden"
-    mine = [call for call in calls if call.group == "tp"]
-    if setup.sequence_parallel:
-        gathers = [c for c in mine if c.name == "all_gather" and (part, HIDDEN) in c.shapes[1:]]
-        # A backward may begin with the hidden states that its forward gathered last.
-        of_two_passes = (2 * NUM_CHUNKS - 1, 2 * NUM_CHUNKS)
-        wanted = (NUM_CHUNKS,) if setup.strategy == "grad_in_forward" else of_two_passes
-        assert len(gathers) in wanted, f"{len(gathers)} gathers of hidden states"
-    num_maxima = sum(call.op == "MAX" for call in mine)
-    verdict = setup.strategy == "grad_in_forward"
-    assert num_maxima == (NUM_CHUNKS if setup.merge == "all_reduce" else 0) + verdict
-
-
 KINDS = (
     "labels on one shard",
     "labels out of range",
@@ -256,28 +208,137 @@ KINDS = (
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("setup", SETUPS, ids=str)
-def test_same_order_whatever_the_data(rank: Rank, setup):
-    """One sequence of (group, collective, shapes, dtype, operation) for all ranks and all data."""
-    sequences: dict[str, list[Collective]] = {}
+@pytest.mark.parametrize(
+    "setup",
+    [*SETUPS, *(pytest.param(setup, marks=pytest.mark.rest) for setup in SCALED_EXP)],
+    ids=str,
+)
+def test_same_order(rank: Rank, setup):
+    """One sequence of (group, collective, shapes, dtype, operation) for all ranks, all data and all timings:
+    random sleeps before every collective, other ones on each rank, leave the same bits."""
+    # A step of four ranks takes Triton's interpreter seconds.
+    interpreted = setup.logits_backend == "scaled_exp" and rank.device.type == "cpu"
+    issued: dict[str, list[Collective]] = {}
     with groups_of(rank, setup.tp) as groups:
-        for kind in ("plain", *KINDS):
-            of_kind = replace(setup, kind=kind)
-            data = make_data(rank, groups, of_kind, dtype_of(rank, setup))
-            if kind == "plain":
-                train_step(rank, groups, of_kind, data)
-            with Collectives(groups.names) as issued:
-                train_step(rank, groups, of_kind, data)
-            sequences[kind] = issued.calls
+        data = make_data(rank, groups, setup, dtype_of(rank, setup))
+        train_step(rank, groups, setup, data)  # a group's first call compares shapes besides
+
+        def step(name: str, of: Data, before: Any = None) -> list[torch.Tensor]:
+            with Collectives(groups.names, before=before) as seen:
+                made = train_step(rank, groups, setup, of)
+            issued[name] = seen.calls
+            return made
+
+        expected = step("plain", data)
+        assert all(torch.isfinite(tensor).all() for tensor in expected)
+        for repeat in range(1 if interpreted else NUM_DISTURBED_STEPS):
+            delays = RandomDelays(1000 * repeat + rank.rank, longest_s=LONGEST_DELAY_S, device=rank.device)
+            got = step(f"disturbed {repeat}", data, delays)
+            names = ("loss", "grad_weight", "the layer's gradient", "gathered")
+            for name, a, b in zip(names, got, expected, strict=True):
+                assert torch.equal(bits(a), bits(b)), f"{name} differs in repeat {repeat}"
+        for kind in () if interpreted else KINDS:
+            step(kind, make_data(rank, groups, replace(setup, kind=kind), dtype_of(rank, setup)))
     by_rank: list[Any] = [None] * rank.size
-    dist.all_gather_object(by_rank, sequences)
-    for kind in sequences:
-        difference = first_difference([told[kind] for told in by_rank])
-        assert not difference, f"{kind}: {difference}"
-        assert sequences[kind] == sequences["plain"], (
-            f"{kind}: {first_difference([sequences[kind], sequences['plain']])}"
-        )
-    check_calls_of_a_step(setup, sequences["plain"])
+    dist.all_gather_object(by_rank, issued)
+    for name, calls in issued.items():
+        difference = first_difference([told[name] for told in by_rank])
+        difference = difference or first_difference([calls, issued["plain"]])
+        assert not difference, f"{name}: {difference}"
+    assert [call.name for call in issued["plain"] if call.group == "dp"] == ["all_reduce"] * 3
+
+
+# --- which collectives ---------------------------------------------------------------------------
+
+
+def letters_of(chunk: int) -> dict[tuple[str, tuple[tuple[int, ...], ...]], str]:
+    """What leaves, by a letter each, of two ranks, 12 tokens, H = 8, H_t = 4, ``chunk`` tokens a chunk."""
+    part = chunk // 2
+    return {
+        ("all_gather", ((chunk, 8), (part, 8))): "h",  # hidden states
+        ("all_gather", ((chunk, 4), (part, 4))): "t",  # the teacher's, or of all tokens
+        ("all_gather", ((12, 4), (6, 4))): "t",
+        ("all_gather", ((8, chunk), (4, chunk))): "m",  # the packed merge; of both sides
+        ("all_gather", ((18, 2 * chunk), (9, 2 * chunk))): "m",
+        ("all_reduce", ((2, chunk),)): "x",  # maxima, and sums
+        ("all_reduce", ((3, chunk),)): "s",
+        ("all_reduce", ((chunk, 8),)): "g",  # grad_hidden
+        ("reduce_scatter", ((part, 8), (chunk, 8))): "g",
+        ("all_reduce", ((chunk,),)): "k",  # KL(p_s || m)
+        ("all_reduce", ((1, 12),)): "d",  # the divergence of all tokens
+        ("all_reduce", ((2, 6),)): "d",
+        ("all_reduce", ((3,),)): "v",  # what grad_in_forward was promised
+    }
+
+
+#: Forward and backward, of three chunks.
+OF_LOSSES = {
+    # strategy, sequence parallelism, merge
+    ("store", False, "packed"): ("mmm", "ggg"),
+    ("store", False, "all_reduce"): ("xxsxss", "ggg"),
+    ("store", True, "packed"): ("hhmhmm", "hghgg"),
+    ("store", True, "all_reduce"): ("hhxhxsxss", "hghgg"),
+    ("recompute", False, "packed"): ("mmm", "ggg"),
+    ("recompute", False, "all_reduce"): ("xxsxss", "ggg"),
+    ("recompute", True, "packed"): ("hhmhmm", "hghgg"),
+    ("recompute", True, "all_reduce"): ("hhxhxsxss", "hghgg"),
+    ("grad_in_forward", False, "packed"): ("mmgmgg", "v"),
+    ("grad_in_forward", False, "all_reduce"): ("xxsgxsgsg", "v"),
+    ("grad_in_forward", True, "packed"): ("hhmhmgmgg", "v"),
+    ("grad_in_forward", True, "all_reduce"): ("hhxhxsgxsgsg", "v"),
+}
+#: The same of two chunks, beside a teacher and without labels.
+OF_DIVERGENCES = {
+    # kind, strategy, the student's and the teacher's sequence parallelism
+    ("forward_kl", "store", False, False): ("mmd", "gg"),
+    ("forward_kl", "store", False, True): ("tmmd", "gg"),
+    ("forward_kl", "store", True, False): ("hhmmd", "ghg"),
+    ("forward_kl", "store", True, True): ("hhtmtmd", "ghg"),
+    ("jsd", "store", True, True): ("hhtmktmkd", "ghg"),
+    ("reverse_kl", "recompute", False, False): ("mkmkd", "gg"),
+    ("reverse_kl", "recompute", False, True): ("tmkmkd", "gg"),
+    ("reverse_kl", "recompute", True, True): ("hhtmktmkd", "htgtg"),
+    ("forward_kl", "grad_in_forward", True, True): ("hhtmgtmgd", "v"),
+    ("reverse_kl", "grad_in_forward", False, False): ("mkgmkgd", "v"),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("order", [*OF_LOSSES, *OF_DIVERGENCES], ids=str)
+def test_which_collectives(rank: Rank, order):
+    """Their order and sizes: the bytes that a head sends. Hidden states of two chunks are under way before
+    the first merge."""
+    beside = order in OF_DIVERGENCES
+    kind, strategy, sp, teacher_sp = order if beside else ("forward_kl", *order[:2], False)
+    problem = make_problem(s=6, b=2, sizes=(8, 4), vocab=100, kind=kind, device=rank.device)
+    config = problem.config(
+        strategy=strategy, num_chunks=2 if beside else 3, merge="packed" if beside else order[2]
+    )
+    hidden = problem.hidden[tokens_of(rank, 6, sp)].clone().requires_grad_()
+    rows = rows_of(rank, "equal", 100)
+    weight = problem.weight[rows].clone().requires_grad_()
+    settings = {"tp_group": rank.group, "sequence_parallel": sp, "config": config}
+    settings["token_weights"] = problem.upstream
+
+    def loss() -> torch.Tensor:
+        if not beside:
+            return fused_linear_cross_entropy(hidden, weight, problem.labels, **settings)
+        teacher = problem.teacher_hidden[tokens_of(rank, 6, teacher_sp)], problem.teacher_weight[rows]
+        options = {**problem.options, "teacher_sequence_parallel": teacher_sp}
+        return fused_linear_distillation(hidden, weight, *teacher, **options, **settings).loss
+
+    seen = []
+    for _ in range(2):  # a head's first call is compared
+        with Collectives({rank.group: "tp"}) as forward:
+            made = loss()
+        with Collectives({rank.group: "tp"}) as backward:
+            made.backward(problem.upstream)
+        seen.append((forward.calls, backward.calls))
+    letters = letters_of(6 if beside else 4)
+    told = tuple("".join(letters.get((c.name, c.shapes), f" {c} ") for c in calls) for calls in seen[1])
+    assert told == {**OF_LOSSES, **OF_DIVERGENCES}[order]
+    first, then = (len(calls[0]) for calls in seen)
+    assert first - then == 1 + beside, "the comparison, and whether a shard of the teacher is another"
 
 
 def test_another_order_is_seen():

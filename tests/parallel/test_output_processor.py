@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
-from megatron_fused_ce import masked_tokens
+from megatron_fused_ce import FusedCEConfig, masked_tokens
 from megatron_fused_ce.scripts.lib.live_storages import LogitStorages
-from tests.support.megatron import (
-    BATCH,
-    GRADIENT_BOUND,
-    HIDDEN,
-    INSTALLED,
-    NEWEST,
-    SEQUENCE,
-    VOCAB,
-    Model,
-    Training,
-    assert_same_gradients,
-    build,
-    have_groups,
-    needs_core,
-    of_core,
-    positions_and_mask,
-)
+from tests.support import megatron
+from tests.support.megatron import BATCH, NEWEST, SEQUENCE, VOCAB, Model, build, flag, have_groups, of_core
 from tests.support.ranks import Rank, on_ranks
 
 BOUND = 2e-7
@@ -41,6 +25,11 @@ MODELS = {
 }
 
 
+def turned(on: bool, **options: Any) -> Any:
+    """The flag on, or what is counted without it."""
+    return flag(**options) if on else megatron.counted()
+
+
 class Step:
     """Results and gradients of one step of a model under Megatron's DDP."""
 
@@ -51,7 +40,7 @@ class Step:
         from megatron_fused_ce import output_processor
 
         built = build(model, rank)
-        training = Training(
+        training = megatron.Training(
             rank, built if model.dtype == torch.float32 else Float16Module(built.config, built)
         )
         training.zero_grad()
@@ -61,8 +50,8 @@ class Step:
         upstream = torch.randn(2, BATCH, SEQUENCE, generator=generator).to(rank.device)
         active = torch.rand(BATCH, SEQUENCE, generator=generator).to(rank.device) < 0.7
         upstream = upstream.masked_fill(~active, 0.0)
-        labels, where = ids.roll(-1, 1), positions_and_mask(rank)
-        with LogitStorages(vocab_rows=VOCAB // rank.size, hidden_size=HIDDEN) as self.storages:
+        labels, where = ids.roll(-1, 1), megatron.positions_and_mask(rank)
+        with LogitStorages(vocab_rows=VOCAB // rank.size, hidden_size=megatron.HIDDEN) as self.storages:
             if by_processor:
                 context = {"temperature": temperature, "entropy": entropy, "config": config}
                 context["active_mask"] = active
@@ -85,37 +74,28 @@ class Step:
 
 
 @on_ranks(*CORES)
-@pytest.mark.parametrize("entropy", ["detached", "differentiable"])
-@pytest.mark.parametrize("flag", [False, True], ids=["", "flag"])
+@pytest.mark.parametrize(
+    ("entropy", "on"),
+    [("detached", False), ("differentiable", True)],
+    ids=["detached", "differentiable-flag"],
+)
 @pytest.mark.parametrize("name", MODELS)
-def test_against_logits(rank: Rank, name, flag, entropy):
-    import megatron_fused_ce
-
+def test_against_logits(rank: Rank, name, on, entropy):
     model = MODELS[name]
-    if rank.size == 1:
-        model = replace(model, sequence_parallel=False)
     have_groups(rank.size)
-    megatron_fused_ce.disable()
-    precision = "activations" if model.dtype == torch.bfloat16 else "auto"
-    config = megatron_fused_ce.FusedCEConfig(
-        strategy="recompute", num_chunks=6, logit_precision=precision, skip_zero_upstream=True
-    )
-    right = Step(model, rank, entropy, False, None)
-    if flag:
-        megatron_fused_ce.enable(config)
-    counters = megatron_fused_ce.counters()
-    counters.reset()
-    with patch.object(masked_tokens, "ROUND_TO", 1):
-        got = Step(model, rank, entropy, True, None if flag else config)
-    megatron_fused_ce.disable()
-    assert (counters.fused, counters.materialised, counters.stock) == (1, 0, 0)
     half = model.dtype == torch.bfloat16
+    options = {"strategy": "recompute", "num_chunks": 6, "skip_zero_upstream": True}
+    options["logit_precision"] = "activations" if half else "auto"
+    right = Step(model, rank, entropy, False, None)
+    with patch.object(masked_tokens, "ROUND_TO", 1), turned(on, **options) as seen:
+        got = Step(model, rank, entropy, True, None if on else FusedCEConfig(**options))
+    assert seen.counts == (1, 0, 0)
     for made, expected in ((got.log_prob, right.log_prob), (got.entropy, right.entropy)):
         assert made.dtype == torch.float32 and made.shape == (BATCH, SEQUENCE)
         difference = (made.detach().double() - expected.detach().double()).norm()
         assert difference <= (1e-2 if half else BOUND) * expected.detach().double().norm()
     assert got.entropy.requires_grad == (entropy == "differentiable")
-    assert_same_gradients(got.gradients, right.gradients, half)
+    megatron.assert_same_gradients(got.gradients, right.gradients, half)
     everything = 4 * BATCH * SEQUENCE * VOCAB // rank.size
     assert right.storages.peak_bytes >= everything
     if entropy == "detached":
@@ -128,8 +108,8 @@ def test_several_labels_a_token(rank: Rank):
     from megatron_fused_ce import output_processor
 
     have_groups(rank.size)
-    built = build(Model(fused_wgrad=True, sequence_parallel=rank.size > 1), rank)
-    training = Training(rank, built)
+    built = build(Model(fused_wgrad=True, sequence_parallel=True), rank)
+    training = megatron.Training(rank, built)
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(0, VOCAB, (BATCH, SEQUENCE), generator=generator).to(rank.device)
     upstream = torch.randn(BATCH, SEQUENCE, 2, generator=generator).to(rank.device)
@@ -140,7 +120,7 @@ def test_several_labels_a_token(rank: Rank):
         made = []
         for given in [labels] if together else labels.unbind(-1):
             log_prob, *_ = training.ddp(
-                ids, *positions_and_mask(rank), labels=given, output_processor=output_processor
+                ids, *megatron.positions_and_mask(rank), labels=given, output_processor=output_processor
             )
             made.append(log_prob.view(BATCH, SEQUENCE, -1))
         (torch.cat(made, -1) * upstream).sum().backward()
@@ -148,7 +128,7 @@ def test_several_labels_a_token(rank: Rank):
         gradients = [parameter.main_grad.clone() for parameter in built.parameters()]
         results.append([torch.cat(made, -1).detach(), *gradients])
     for one, other in zip(*results, strict=True):
-        assert other.norm() > 0 and (one - other).norm() <= GRADIENT_BOUND * other.norm()
+        assert other.norm() > 0 and (one - other).norm() <= megatron.GRADIENT_BOUND * other.norm()
 
 
 @on_ranks(*CORES)
@@ -158,41 +138,36 @@ def test_multi_token_prediction_beside_it(rank: Rank):
 
     def gradients(by_processor: bool) -> dict[str, torch.Tensor]:
         built = build(Model(mtp=1, fused_wgrad=True), rank)
-        training = Training(rank, built)
+        training = megatron.Training(rank, built)
         training.zero_grad()
-        generator = torch.Generator().manual_seed(3)
-        ids = torch.randint(0, VOCAB, (BATCH, SEQUENCE), generator=generator).to(rank.device)
         processor = {"output_processor": megatron_fused_ce.output_processor} if by_processor else {}
-        made = training.ddp(ids, *positions_and_mask(rank), labels=ids.roll(-1, 1), **processor)
+        made = megatron.losses_of(training.ddp, megatron.draw(rank), rank, **processor)
         (-made[0] if by_processor else made).mean().backward()
         training.ddp.finish_grad_sync()
         return {name: parameter.main_grad for name, parameter in built.named_parameters()}
 
     have_groups(rank.size)
-    megatron_fused_ce.disable()
     right = gradients(False)
-    for flag in (False, True):
-        if flag:
-            megatron_fused_ce.enable()
-        assert_same_gradients(gradients(True), right)
-    megatron_fused_ce.disable()
+    for on in (False, True):
+        with turned(on):
+            megatron.assert_same_gradients(gradients(True), right)
 
 
 @on_ranks(of_core(1, NEWEST))
-@pytest.mark.parametrize("flag", [False, True], ids=["", "flag"])
-def test_the_weight_is_read_inside_the_layers_call(rank: Rank, flag):
+@pytest.mark.parametrize("on", [False, True], ids=["", "flag"])
+def test_the_weight_is_read_inside_the_layers_call(rank: Rank, on):
     """DDP and FSDP gather it in a hook before the layer's forward; afterwards the layer is as it was."""
     import megatron_fused_ce
 
     have_groups(1)
-    megatron_fused_ce.disable()
-    if flag:
-        megatron_fused_ce.enable()
-    built = build(Model(), rank)
-    megatron_fused_ce.disable()
+    with turned(on):
+        built = build(Model(), rank)
     ids = torch.zeros(BATCH, SEQUENCE, dtype=torch.int64, device=rank.device)
     call: Any = lambda: built(  # noqa: E731
-        ids, *positions_and_mask(rank), labels=ids, output_processor=megatron_fused_ce.output_processor
+        ids,
+        *megatron.positions_and_mask(rank),
+        labels=ids,
+        output_processor=megatron_fused_ce.output_processor,
     )
     right = call()
     assert isinstance(right, megatron_fused_ce.adapter.output_processor.TokenLogProbs)
@@ -211,10 +186,7 @@ def test_the_weight_is_read_inside_the_layers_call(rank: Rank, flag):
 
 BIAS = torch.nn.Parameter(torch.zeros(VOCAB))
 REFUSED = {
-    "a bias": (
-        lambda layer: setattr(layer, "bias", BIAS),
-        "layer has a bias",
-    ),
+    "a bias": (lambda layer: setattr(layer, "bias", BIAS), "layer has a bias"),
     "a hook": (lambda layer: layer.register_forward_hook(print), "a forward hook .builtins.print. may read"),
     "a forward": (lambda layer: setattr(layer, "forward", print), "its forward is builtins.print"),
     "a class": (
@@ -230,24 +202,23 @@ def test_a_head_that_may_do_more_is_refused(rank: Rank, what):
     import megatron_fused_ce
 
     have_groups(1)
-    megatron_fused_ce.disable()
     built = build(Model(), rank)
     change, words = REFUSED[what]
     change(built.output_layer)
     ids = torch.zeros(BATCH, SEQUENCE, dtype=torch.int64, device=rank.device)
     processor = {"output_processor": megatron_fused_ce.output_processor}
     with pytest.raises(ValueError, match=f"output_processor cannot serve this head: .*({words})"):
-        built(ids, *positions_and_mask(rank), labels=ids, **processor)
+        built(ids, *megatron.positions_and_mask(rank), labels=ids, **processor)
 
 
-@on_ranks(of_core(1, INSTALLED))
+@on_ranks(of_core(1, megatron.INSTALLED))
 def test_what_it_is_given_is_checked(rank: Rank):
     import megatron_fused_ce
 
     have_groups(1)
-    needs_core(0, 16)
+    megatron.needs_core(0, 16)
     layer = build(Model(), rank).output_layer
-    given = {"hidden_states": torch.ones(4, 1, HIDDEN), "output_layer": layer, "output_weight": None}
+    given = {"hidden_states": torch.ones(4, 1, megatron.HIDDEN), "output_layer": layer, "output_weight": None}
     given |= {"labels": torch.zeros(1, 4, dtype=torch.int64)}
     given = {name: x.to(rank.device) if isinstance(x, torch.Tensor) else x for name, x in given.items()}
     with pytest.raises(TypeError, match="output_processor_context has chunk; expected some of temperature"):

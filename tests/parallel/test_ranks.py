@@ -26,28 +26,17 @@ def its_number(rank: Rank, added: int) -> int:
     return rank.rank + added
 
 
-def raises_on_the_last(rank: Rank):
+def goes_wrong(rank: Rank, how: str):
+    """On the last one."""
     print(f"output of rank {rank.rank}")
     if rank.rank == rank.size - 1:
-        raise ValueError(f"words of rank {rank.rank}")
+        if how == "raises":
+            raise ValueError(f"words of rank {rank.rank}")
+        if how in ("SIGKILL", "SIGSEGV"):
+            os.kill(os.getpid(), getattr(signal, how))
+        while how == "hangs":
+            time.sleep(1)
     dist.barrier()
-
-
-def dies_on_the_last(rank: Rank):
-    if rank.rank == rank.size - 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    dist.barrier()
-
-
-def crashes_on_the_last(rank: Rank):
-    if rank.rank == rank.size - 1:
-        os.kill(os.getpid(), signal.SIGSEGV)
-    dist.barrier()
-
-
-def hangs_on_the_last(rank: Rank):
-    while rank.rank == rank.size - 1:
-        time.sleep(1)
 
 
 def skips(rank: Rank):
@@ -55,25 +44,19 @@ def skips(rank: Rank):
 
 
 @pytest.mark.parametrize(
-    ("function", "words"),
+    ("how", "words"),
     [
-        (
-            raises_on_the_last,
-            ["rank 1 raised", "ValueError: words of rank 1", "in raises_on", "output of rank 1"],
-        ),
-        (dies_on_the_last, ["rank 1 died", "SIGKILL"]),
-        (
-            crashes_on_the_last,
-            ["rank 1 died", "SIGSEGV", "Fatal Python error", "crashes_on_the_last"],
-        ),
-        (hangs_on_the_last, ["rank 1 hung", "in hangs_on_the_last"]),
+        ("raises", ["rank 1 raised", "ValueError: words of rank 1", "output of rank 1"]),
+        ("SIGKILL", ["rank 1 died", "SIGKILL"]),
+        ("SIGSEGV", ["rank 1 died", "SIGSEGV", "Fatal Python error", "in goes_wrong"]),
+        ("hangs", ["rank 1 hung", "in goes_wrong"]),
     ],
 )
-def test_a_failing_rank(function, words):
+def test_a_failing_rank(how, words):
     """It fails its test with its words, in time; the next test has ranks of its own."""
     began = time.monotonic()
     with pytest.raises(RankFailure) as raised:
-        run_on_ranks(Ranks(2), function, timeout_s=3.0)
+        run_on_ranks(Ranks(2), goes_wrong, how, timeout_s=3.0)
     for word in words:
         assert word in str(raised.value)
     assert time.monotonic() - began < 30
@@ -91,7 +74,7 @@ def test_a_world_lives_on_and_heals():
         first = world.run(its_process)
         assert world.run(its_process) == first
         with pytest.raises(RankFailure, match="words of rank 1"):
-            world.run(raises_on_the_last)
+            world.run(goes_wrong, "raises")
         assert not set(world.run(its_process)) & set(first)
     for process in first:
         with pytest.raises(ProcessLookupError):

@@ -10,33 +10,18 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import io
-import pkgutil
-import types
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.megatron import (
-    BATCH,
-    GRADIENT_BOUND,
-    LOSS_BOUND,
-    NEWEST,
-    SEQUENCE,
-    VOCAB,
-    Model,
-    build,
-    have_groups,
-    needs_core,
-    of_core,
-    positions_and_mask,
-    takes_mask,
-)
+from tests.support import megatron
+from tests.support.megatron import BATCH, GRADIENT_BOUND, LOSS_BOUND, NEWEST, SEQUENCE, Model, of_core
 from tests.support.ranks import Rank, on_ranks
 
 RANKS = [of_core(2, NEWEST), pytest.param(*of_core(1, NEWEST).values, marks=pytest.mark.rest)]
@@ -54,11 +39,11 @@ class Step:
 
     def __call__(self, model: Any = None, labels: bool = True, **given: Any) -> Any:
         """The model's output for the micro-batch."""
-        if labels:
-            given["labels"] = self.labels
-            if takes_mask(Model(family=family_of(self.model))):
-                given["loss_mask"] = self.mask
-        return (model or self.model)(self.ids, *positions_and_mask(self.rank), **given)
+        model = model or self.model
+        if not labels:
+            return model(self.ids, *megatron.positions_and_mask(self.rank), **given)
+        batch = megatron.Batch(self.ids, self.labels, self.mask)
+        return megatron.losses_of(model, batch, self.rank, **given)
 
     def masked(self, losses: Tensor) -> Tensor:
         return (losses.float() * self.mask).sum() / self.mask.sum()
@@ -70,17 +55,6 @@ class Step:
         losses = vocab_parallel_cross_entropy(logits.float().clone(), self.labels.t().contiguous())
         return self.masked(losses.t()) + z_loss_of(logits, self.rank)
 
-    def by_native_fusion(self, logits: Tensor) -> Tensor:
-        from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
-
-        group = self.model.output_layer.tp_group
-        losses = fused_vocab_parallel_cross_entropy(logits.clone(), self.labels.t().contiguous(), group)
-        return self.masked(losses.t()) + z_loss_of(logits, self.rank)
-
-
-def family_of(model: Any) -> str:
-    return "gpt" if any(cls.__name__ == "GPTModel" for cls in type(model).__mro__) else "hybrid"
-
 
 def z_loss_of(logits: Tensor, rank: Rank) -> Tensor:
     """Of this rank's columns, by torch's own operators: its gradient survives where another's is lost."""
@@ -90,17 +64,20 @@ def z_loss_of(logits: Tensor, rank: Rank) -> Tensor:
 # --- rows ------------------------------------------------------------------------------------------
 
 Use = Callable[[Step], Tensor]
+#: Of a model that was built; what reaches beyond it ends with the stack.
+Change = Callable[[Any, contextlib.ExitStack], Any]
 
 
 @dataclass(frozen=True)
 class Row:
-    #: makes the loss
-    use: Use
     #: heads of one forward that are fused, and that stay with Megatron; none is ever materialised
     fused: int = 1
     stock: int = 0
     #: of the log, where a head stays
     words: str = ""
+    change: Change | None = None
+    #: makes the loss
+    use: Use = lambda step: step.masked(step())
     #: of the error that the flag raises before anything is trained
     raises: str = ""
     #: changes of the model: :class:`.Model`'s fields
@@ -111,126 +88,213 @@ class Row:
     since: tuple[int, int] = (0, 16)
     #: norm-relative, of losses and gradients
     bound: float = GRADIENT_BOUND
-    #: whether there is a gradient to compare
-    trains: bool = True
 
 
-GPT = ("gpt",)
+def fused(use: Use | None = None, change: Change | None = None, **others: Any) -> Row:
+    return Row(change=change, **({"use": use} if use else {}), **others)
 
 
-def labels(step: Step) -> Tensor:
-    return step.masked(step())
+def stays(words: str, change: Change | None = None, use: Use | None = None, **others: Any) -> Row:
+    return fused(use, change, **{"fused": 0, "stock": 1, "words": words, **others})
+
+
+# Uses of a model.
 
 
 def no_labels(step: Step) -> Tensor:
-    return step(labels=False).transpose(0, 1).contiguous()  # [s, b, V]
+    return step.of_logits(step(labels=False).transpose(0, 1).contiguous())  # [s, b, V]
 
 
-def processor(use: Callable[..., Tensor]) -> Use:
-    """A loss through ``output_processor``: ``use(step, hidden, head, given)``."""
+def through_processor(step: Step) -> Tensor:
+    """A loss of logits, through ``output_processor``."""
 
-    def through(step: Step) -> Tensor:
-        def process(*, hidden_states: Tensor, output_layer: Any, output_weight: Any, **given: Any) -> Tensor:
-            def head() -> Tensor:
-                logits, _ = output_layer(hidden_states, weight=output_weight)
-                return logits
+    def process(*, hidden_states: Tensor, output_layer: Any, output_weight: Any, **given: Any) -> Tensor:
+        return step.of_logits(output_layer(hidden_states, weight=output_weight)[0])
 
-            return use(step, head, given)
-
-        return step(output_processor=process)
-
-    return through
+    return step(output_processor=process)
 
 
-@contextlib.contextmanager
-def having(owner: Any, name: str, value: Any):
-    """An attribute of an object itself; afterwards as it was."""
-    before = vars(owner).get(name)
-    own = type if isinstance(owner, type) else object
-    own.__setattr__(owner, name, value)
+def postprocess_alone(step: Step) -> Tensor:
+    """As combined 1F1B's schedule calls it: not through ``forward``."""
+    seen: dict[str, Any] = {}
+    with patch.object(
+        step.model, "_postprocess", lambda **given: seen.update(given) or given["hidden_states"]
+    ):
+        step()
+    return step.masked(step.model._postprocess(**seen))
+
+
+def functional(step: Step) -> Tensor:
+    """All parameters given from outside; their gradients arrive at the model's own."""
+    model = step.model
+    given = {name: parameter * 1.0 for name, parameter in model.named_parameters()}
+    return step.masked(step(lambda *args, **kwargs: torch.func.functional_call(model, given, args, kwargs)))
+
+
+def checkpointed(reentrant: bool) -> Use:
+    def use(step: Step) -> Tensor:
+        scale = torch.ones((), device=step.ids.device, requires_grad=True)
+        return step.masked(checkpoint(lambda scale: step() * scale, scale, use_reentrant=reentrant))
+
+    return use
+
+
+def of_copy(step: Step) -> Tensor:
+    """A deepcopy made after the build; its gradients are handed to the model that is compared."""
+    groups = [vars(module).values() for module in step.model.modules()]
+    groups = [v for values in groups for v in values if isinstance(v, torch.distributed.ProcessGroup)]
+    collections = [getattr(module, "pg_collection", None) for module in step.model.modules()]
+    twin = copy.deepcopy(step.model, {id(kept): kept for kept in [*groups, *collections] if kept is not None})
+    loss = step.masked(step(twin))
+    pairs = zip(step.model.parameters(), torch.autograd.grad(loss, list(twin.parameters())), strict=True)
+    return loss.detach() + sum(((p - p.detach()).float() * g.float()).sum() for p, g in pairs)
+
+
+def in_float16_module(step: Step) -> Tensor:
+    from megatron.core.transformer.module import Float16Module
+
+    return step.masked(step(Float16Module(step.model.config, step.model)))
+
+
+def in_place(step: Step) -> Tensor:
+    losses = step()
+    losses.mul_(step.mask)
+    losses.div_(step.mask.sum())
+    return losses.sum()
+
+
+def default_dtype(step: Step) -> Tensor:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
     try:
-        yield
+        losses = step()
     finally:
-        own.__delattr__(owner, name)
-        if before is not None:
-            own.__setattr__(owner, name, before)
+        torch.set_default_dtype(before)
+    return step.masked(losses)
 
 
-def method(
-    name: str, function: Callable[..., Any], of_class: bool = False, wraps: bool = False
-) -> Callable[[Use], Use]:
-    """The model, or its class, has another method of this name: ``function(stock, *args)``.
+def autocast(step: Step) -> Tensor:
+    with torch.autocast(step.ids.device.type, torch.bfloat16):
+        losses = step()
+    return step.masked(losses)
+
+
+def compiled(step: Step) -> Tensor:
+    """As torch.compile traces it."""
+    with patch.object(torch.compiler, "is_compiling", lambda: True):
+        return step.masked(step())
+
+
+def directly(step: Step) -> Tensor:
+    """The layer is called from outside of any model's code, on hidden states of its decoder."""
+    layer = step.model.output_layer
+    hidden = torch.randn(SEQUENCE, BATCH, layer.input_size, generator=torch.Generator().manual_seed(3))
+    logits, _ = layer(hidden.to(step.ids.device).requires_grad_())
+    return step.of_logits(logits) + 0.0 * step.masked(step())
+
+
+def loss_used_twice(step: Step) -> Tensor:
+    losses = step()
+    return step.masked(losses) + losses.square().mean()
+
+
+def gathered(step: Step) -> Tensor:
+    logits = step(labels=False, runtime_gather_output=True)
+    log_probs = logits.float().log_softmax(-1).gather(-1, step.labels.unsqueeze(-1)).squeeze(-1)
+    return step.masked(-log_probs)
+
+
+def spectrally_normed(step: Step) -> Tensor:
+    """Whose weight depends on how often it was read."""
+    torch.manual_seed(5)  # of the vectors that it starts from
+    layer = nn.utils.parametrizations.spectral_norm(step.model.output_layer)
+    return step.masked(step()) + layer.parametrizations.weight[0]._u.abs().sum()
+
+
+def mask_changed(step: Step) -> Tensor:
+    """Tokens that were masked when the model was called count when its loss is computed."""
+    from megatron_fused_ce import masked_tokens
+
+    def unmask(*_: Any) -> None:
+        assert step.mask.min() == 0
+        step.mask.fill_(1.0)
+
+    step.model.output_layer.register_forward_pre_hook(unmask)
+    with patch.object(masked_tokens, "ROUND_TO", 1):  # so few tokens would all be kept
+        loss = step.masked(step())
+    assert step.mask.min() == 1
+    return loss
+
+
+def within_its_own_evaluation(step: Step) -> Tensor:
+    """A pre-hook of the head calls the model once more, for a metric."""
+    metrics: list[Tensor] = []
+
+    def call_again(layer: Any, given: Any) -> None:
+        handle.remove()
+        with torch.no_grad():
+            metrics.append(step().mean())
+
+    handle = step.model.output_layer.register_forward_pre_hook(call_again)
+    loss = step.masked(step())
+    return loss + metrics[0]
+
+
+# Changes of a model.
+
+
+def method(name: str, function: Callable[..., Any], wraps: bool = True) -> Change:
+    """The model's class has another method of this name: ``function(stock, *args)``.
 
     ``wraps``: by ``functools.wraps``, which copies attributes.
     """
 
-    def around(use: Use) -> Use:
-        def used(step: Step) -> Tensor:
-            stock = getattr(step.model, name).__func__
+    def change(model: Any, stack: contextlib.ExitStack) -> None:
+        stock = getattr(model, name).__func__
 
-            def own(self: Any, *args: Any, **kwargs: Any) -> Any:
-                return function(functools.partial(stock, self), *args, **kwargs)
+        def own(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return function(functools.partial(stock, self), *args, **kwargs)
 
-            own = functools.wraps(stock)(own) if wraps else own
-            owner = type(step.model) if of_class else step.model
-            with having(owner, name, own if of_class else types.MethodType(own, step.model)):
-                return use(step)
+        stack.enter_context(patch.object(type(model), name, functools.wraps(stock)(own) if wraps else own))
 
-        return used
-
-    return around
+    return change
 
 
-def in_class(make: Callable[[type], type], of_layer: bool = False) -> Callable[[Use], Use]:
-    """The class of the model, or of its output layer, is replaced by a subclass, as if built of that."""
-
-    def around(use: Use) -> Use:
-        def used(step: Step) -> Tensor:
-            owner = step.model.output_layer if of_layer else step.model
-            stock = type(owner)
-            owner.__class__ = make(stock)
-            try:
-                return use(step)
-            finally:
-                owner.__class__ = stock
-
-        return used
-
-    return around
+def in_class(make: Callable[[type], type]) -> Change:
+    """The class is replaced by a subclass, as if built of that."""
+    return lambda model, _: setattr(model, "__class__", make(type(model)))
 
 
-def own_postprocess(stock: functools.partial, hidden_states: Tensor, *given: Any, **named: Any) -> Tensor:
-    """Put in the place of Megatron's, as NeMo-RL does."""
-    model = stock.args[0]
-    logits, _ = model.output_layer(hidden_states)
-    return vocab_parallel(model, named["labels"], logits)
+def of_layer(change: Callable[[Any], Any]) -> Change:
+    return lambda model, _: change(model.output_layer)
 
 
-def own_head(
-    loss: Callable[[Any, Tensor, Tensor], Tensor],
-    head: Callable[[Any, Tensor], Any] = lambda self, hidden: self.output_layer(hidden),
-) -> Callable[[type], type]:
-    """A ``_postprocess`` of one's own: it calls the head, and ``loss(self, labels, logits)``."""
-
-    def make(base: type) -> type:
-        class Own(base):  # type: ignore[misc, valid-type]
-            def _postprocess(self, hidden_states: Tensor, *given: Any, **named: Any) -> Tensor:
-                logits, _ = head(self, hidden_states)
-                return loss(self, named["labels"], logits)
-
-        return Own
-
-    return make
+def subclass(layer: Any, *mixins: type, name: str = "") -> None:
+    kind = type(layer)
+    layer.__class__ = type(name or kind.__name__, (*mixins, kind), {})
 
 
-def megatrons(self: Any, labels: Tensor, logits: Tensor) -> Tensor:
-    return self.compute_language_model_loss(labels, logits)
+def own_head(loss: Callable[..., Tensor], head: Callable[..., Any]) -> Change:
+    """A ``_postprocess`` of one's own: ``loss(self, labels, logits)`` of ``head(self, hidden)``."""
+
+    def _postprocess(self: Any, hidden_states: Tensor, *given: Any, **named: Any) -> Tensor:
+        return loss(self, named["labels"], head(self, hidden_states)[0])
+
+    return in_class(lambda base: type("Own", (base,), {"_postprocess": _postprocess}))
+
+
+def stock_head(self: Any, hidden: Tensor) -> Any:
+    return self.output_layer(hidden)
 
 
 def detached_head(self: Any, hidden: Tensor) -> Any:
     """As miles detaches the weight of multi-token prediction."""
     detached = {"weight": self.output_layer.weight.detach()}
     return torch.func.functional_call(self.output_layer, detached, (hidden,))
+
+
+def megatrons(self: Any, labels: Tensor, logits: Tensor) -> Tensor:
+    return self.compute_language_model_loss(labels, logits)
 
 
 def vocab_parallel(self: Any, labels: Tensor, logits: Tensor) -> Tensor:
@@ -240,20 +304,11 @@ def vocab_parallel(self: Any, labels: Tensor, logits: Tensor) -> Tensor:
     return vocab_parallel_cross_entropy(logits.float().clone(), labels.t().contiguous()).t() + z_loss
 
 
-def outer_forward(base: type) -> type:
-    class Outer(base):  # type: ignore[misc, valid-type]
-        def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-            return 2.0 * super().forward(*args, **kwargs)
+def outer_postprocess(base: Any) -> type:
+    def _postprocess(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        return 2.0 * base._postprocess(self, *args, **kwargs)
 
-    return Outer
-
-
-def outer_postprocess(base: type) -> type:
-    class Outer(base):  # type: ignore[misc, valid-type]
-        def _postprocess(self, *args: Any, **kwargs: Any) -> Tensor:
-            return 2.0 * super()._postprocess(*args, **kwargs)
-
-    return Outer
+    return type("Outer", (base,), {"_postprocess": _postprocess})
 
 
 class Mixin(nn.Module):
@@ -281,32 +336,17 @@ class OtherMixin(KnownMixin):
         return 0.5 * logits, bias
 
 
-class Identity(nn.Module):
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return super().forward(*args, **kwargs)
+def extended(mixin: type, cap: float | None = None) -> Change:
+    def change(model: Any, stack: contextlib.ExitStack) -> None:
+        from megatron_fused_ce.adapter import output_layer
 
+        names = [(known.__module__, known.forward.__qualname__) for known in (KnownMixin, OtherMixin)]
+        caps = dict.fromkeys(names, "final_logit_softcapping")
+        stack.enter_context(patch.dict(output_layer.SOFTCAPS, caps))
+        model.output_layer.config.final_logit_softcapping = cap
+        subclass(model.output_layer, mixin)
 
-def extended(mixin: type, cap: float | None = None) -> Callable[[Use], Use]:
-    def around(use: Use) -> Use:
-        def used(step: Step) -> Tensor:
-            step.model.output_layer.config.final_logit_softcapping = cap
-            with known_mixins():
-                return use(step)
-
-        return in_class(lambda stock: type(stock.__name__, (mixin, stock), {}), of_layer=True)(used)
-
-    return around
-
-
-@contextlib.contextmanager
-def known_mixins():
-    from megatron_fused_ce.adapter import output_layer
-
-    with pytest.MonkeyPatch.context() as patch:
-        for mixin in (KnownMixin, OtherMixin):
-            name = (mixin.__module__, mixin.forward.__qualname__)
-            patch.setitem(output_layer.SOFTCAPS, name, "final_logit_softcapping")
-        yield
+    return change
 
 
 class LoRA(nn.Module):
@@ -324,340 +364,71 @@ class LoRA(nn.Module):
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         logits, bias = self.to_wrap(hidden, *args, **kwargs)
-        if isinstance(logits, Tensor) and logits.shape[0] == hidden.shape[0]:
-            logits = logits + hidden @ self.down.t() @ self.up.t()
-        return logits, bias
+        return logits + hidden @ self.down.t() @ self.up.t(), bias
 
 
-def wrapped(step: Step) -> Tensor:
-    layer = step.model.output_layer
-    step.model.output_layer = LoRA(layer)
-    try:
-        return labels(step)
-    finally:
-        step.model.output_layer = layer
+def wrapped(model: Any, stack: contextlib.ExitStack) -> None:
+    model.output_layer = LoRA(model.output_layer).to(model.output_layer.weight.device)
 
 
-def twice_set_up(step: Step) -> Tensor:
-    step.model.setup_embeddings_and_output_layer()
-    return labels(step)
+def hooked(register: str, hook: Callable[..., Any], **options: bool) -> Change:
+    return of_layer(lambda layer: getattr(layer, register)(hook, **options))
 
 
-def postprocess_alone(step: Step) -> Tensor:
-    """As combined 1F1B's schedule calls it: not through ``forward``."""
-    seen: dict[str, Any] = {}
-    with having(step.model, "_postprocess", lambda **given: seen.update(given) or given["hidden_states"]):
-        step()
-    return step.masked(step.model._postprocess(**seen))
-
-
-def functional(step: Step) -> Tensor:
-    """All parameters given from outside; their gradients arrive at the model's own."""
-    model = step.model
-    given = {name: parameter * 1.0 for name, parameter in model.named_parameters()}
-
-    def call(*args: Any, **kwargs: Any) -> Tensor:
-        return torch.func.functional_call(model, given, args, kwargs)
-
-    return step.masked(step(call))
-
-
-class Doubled(nn.Module):
-    def forward(self, weight: Tensor) -> Tensor:
-        return 2.0 * weight
-
-
-def parametrized(step: Step) -> Tensor:
-    nn.utils.parametrize.register_parametrization(step.model.output_layer, "weight", Doubled())
-    try:
-        return labels(step)
-    finally:
-        step.model.output_layer.parametrizations.weight[0].forward = Doubled().forward
-
-
-def frozen(step: Step) -> Tensor:
-    step.model.output_layer.weight.requires_grad_(False)
-    return labels(step)
-
-
-def checkpointed(reentrant: bool) -> Use:
-    def use(step: Step) -> Tensor:
-        def run(scale: Tensor) -> Tensor:
-            return step() * scale
-
-        scale = torch.ones((), device=step.ids.device, requires_grad=True)
-        return step.masked(checkpoint(run, scale, use_reentrant=reentrant))
-
-    return use
-
-
-def hooked(register: str, hook: Callable[..., Any], **options: bool) -> Use:
-    def use(step: Step) -> Tensor:
-        handle = getattr(step.model.output_layer, register)(hook, **options)
-        try:
-            return labels(step)
-        finally:
-            handle.remove()
-
-    return use
-
-
-def of_copy(step: Step) -> Tensor:
-    """A deepcopy made after the build; its gradients are handed to the model that is compared."""
-    groups = [vars(module).values() for module in step.model.modules()]
-    groups = [v for values in groups for v in values if isinstance(v, torch.distributed.ProcessGroup)]
-    collections = [getattr(module, "pg_collection", None) for module in step.model.modules()]
-    twin = copy.deepcopy(step.model, {id(kept): kept for kept in [*groups, *collections] if kept is not None})
-    return backward_now(step, step.masked(step(twin)), twin)
-
-
-def in_float16_module(step: Step) -> Tensor:
-    from megatron.core.transformer.module import Float16Module
-
-    return step.masked(step(Float16Module(step.model.config, step.model)))
-
-
-def between_evaluations(step: Step) -> Tensor:
-    step.model.eval()
-    with torch.no_grad():
-        step()
-    step.model.train()
-    loss = labels(step)
-    step.model.eval()
-    with torch.inference_mode():
-        step()
-    step.model.train()
-    return loss
-
-
-def logits_under_no_grad(step: Step) -> Tensor:
-    """The loss of logits without a gradient has none, with the flag too."""
-    with torch.no_grad():
-        logits = no_labels(step)
-    loss = step.of_logits(logits)
-    assert not loss.requires_grad
-    return loss
-
-
-def loss_under_no_grad(step: Step) -> Tensor:
-    with torch.no_grad():
-        losses = step()
-    assert not losses.requires_grad
-    return step.masked(losses)
-
-
-def in_place(step: Step) -> Tensor:
-    losses = step()
-    losses.mul_(step.mask)
-    losses.div_(step.mask.sum())
-    return losses.sum()
-
-
-def default_dtype(step: Step) -> Tensor:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        losses = step()
-    finally:
-        torch.set_default_dtype(before)
-    return step.masked(losses)
-
-
-def autocast(step: Step) -> Tensor:
-    with torch.autocast(step.ids.device.type, torch.bfloat16):
-        losses = step()
-    return step.masked(losses)
-
-
-def another_dtype_of_the_mask(step: Step) -> Tensor:
-    return labels(replace(step, mask=step.mask.bool().double()))
-
-
-def directly(step: Step) -> Tensor:
-    """The layer is called from outside of any model's code, on hidden states of its decoder."""
-    layer = step.model.output_layer
-    hidden = torch.randn(SEQUENCE, BATCH, layer.input_size, generator=torch.Generator().manual_seed(3))
-    hidden = hidden.to(step.ids.device).requires_grad_()
-    logits, _ = layer(hidden)
-    return step.of_logits(logits) + 0.0 * labels(step)
-
-
-def a_layer_hooked_by_name(step: Step) -> Tensor:
-    """An instance's own ``forward``, as accelerate and CUDA graphs put it there."""
-    layer = step.model.output_layer
-    with having(layer, "forward", functools.partial(layer.forward)):
-        return labels(step)
-
-
-def loss_used_twice(step: Step) -> Tensor:
-    losses = step()
-    return step.masked(losses) + losses.square().mean()
-
-
-def gathered(step: Step) -> Tensor:
-    logits = step(labels=False, runtime_gather_output=True)
-    log_probs = logits.float().log_softmax(-1).gather(-1, step.labels.unsqueeze(-1)).squeeze(-1)
-    return step.masked(-log_probs)
-
-
-def spectrally_normed(step: Step) -> Tensor:
-    """Whose weight depends on how often it was read."""
-    layer = step.model.output_layer
-    torch.manual_seed(5)  # of the vectors that it starts from
-    nn.utils.parametrizations.spectral_norm(layer)
-    loss = labels(step)
-    loss = loss + layer.parametrizations.weight[0]._u.abs().sum()
-    nn.utils.parametrize.remove_parametrizations(layer, "weight", leave_parametrized=False)
-    return loss
-
-
-def hooked_everywhere(kind: str, hook: Callable[..., Any]) -> Use:
+def hooked_everywhere(hook: Callable[..., Any]) -> Change:
     """A hook on all modules, which does something at the head alone."""
 
-    def use(step: Step) -> Tensor:
-        layer = step.model.output_layer
-        register = getattr(nn.modules.module, f"register_module_{kind}_hook")
-        handle = register(lambda module, *given: hook(module, *given) if module is layer else None)
-        try:
-            loss = labels(step)
-            return loss if kind == "forward" else backward_now(step, loss)
-        finally:
-            handle.remove()
+    def change(model: Any, stack: contextlib.ExitStack) -> None:
+        def of_head(module: Any, *given: Any) -> Any:
+            return hook(module, *given) if module is model.output_layer else None
 
-    return use
+        stack.callback(nn.modules.module.register_module_forward_hook(of_head).remove)
+
+    return change
 
 
-def backward_now(step: Step, loss: Tensor, twin: Any = None) -> Tensor:
-    """A loss with the gradients that this one, of the model or of a twin, gave."""
-    gradients = torch.autograd.grad(loss, [p for p in (twin or step.model).parameters() if p.requires_grad])
-    pairs = zip([p for p in step.model.parameters() if p.requires_grad], gradients, strict=True)
-    return loss.detach() + sum(((p - p.detach()).float() * g.float()).sum() for p, g in pairs)
+def replaced(of_class: bool, name: str) -> Change:
+    """A method of Megatron's layer, or of this one, gives half of what it gave."""
+
+    def change(model: Any, stack: contextlib.ExitStack) -> None:
+        from megatron.core.tensor_parallel import ColumnParallelLinear
+
+        owner = ColumnParallelLinear if of_class else model.output_layer
+        stock = getattr(owner, name)
+        stack.enter_context(patch.object(owner, name, lambda *a, **k: halved(stock(*a, **k))))
+
+    return change
 
 
-TENSOR_PARALLEL = "megatron.core.tensor_parallel"
-
-
-def replaced(where: str, name: str, function: Callable[..., Any]) -> Use:
-    """A function of Megatron's, or the output layer's, gives way to ``function(stock, *args)``."""
-
-    def use(step: Step) -> Tensor:
-        owner = pkgutil.resolve_name(where) if where else step.model.output_layer
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(owner, name, functools.partial(function, getattr(owner, name)))
-            if isinstance(owner, type):
-                stock = vars(owner)[name].args[0]
-                patch.setattr(
-                    owner, name, lambda self, *a, **k: function(functools.partial(stock, self), *a, **k)
-                )
-            return labels(step)
-
-    return use
-
-
-def with_a_bias(step: Step) -> Tensor:
-    layer = step.model.output_layer
-    layer.bias = nn.Parameter(torch.linspace(-1, 1, len(layer.weight), device=step.ids.device))
+def with_a_bias(layer: Any) -> None:
+    layer.bias = nn.Parameter(torch.linspace(-1, 1, len(layer.weight), device=layer.weight.device))
     layer.skip_bias_add = False
-    return labels(step)
 
 
-def with_attributes(**attributes: Any) -> Use:
+def with_attributes(**attributes: Any) -> Change:
     """The layer has other ones than when it was built."""
-
-    def use(step: Step) -> Tensor:
-        vars(step.model.output_layer).update(attributes)
-        return labels(step)
-
-    return use
+    return of_layer(lambda layer: vars(layer).update(attributes))
 
 
-def with_fewer_rows(step: Step) -> Tensor:
-    layer = step.model.output_layer
+def with_fewer_rows(layer: Any) -> None:
     layer.weight = nn.Parameter(layer.weight.detach()[:-3].clone())
-    return labels(step)
 
 
-def in_float64(step: Step) -> Tensor:
-    step.model.double()
-    return labels(step)
-
-
-def part_of_cross_entropy_replaced(step: Step) -> Tensor:
-    from megatron.core.tensor_parallel.cross_entropy import VocabParallelCrossEntropy
-
-    name = "calculate_cross_entropy_loss"
-    stock = getattr(VocabParallelCrossEntropy, name)
-
-    def doubled(*args: Any) -> Any:
-        *others, loss = stock(*args)
-        return *others, 2 * loss
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(VocabParallelCrossEntropy, name, staticmethod(doubled))
-        return labels(step)
-
-
-def mask_changed(module: Callable[[Any], Any]) -> Use:
-    """Tokens that were masked when the model was called count when its loss is computed."""
-
-    def changed(step: Step) -> Tensor:
-        from megatron_fused_ce import masked_tokens
-
-        def unmask(*_: Any) -> None:
-            assert step.mask.min() == 0
-            step.mask.fill_(1.0)
-
-        handle = module(step.model).register_forward_pre_hook(unmask)
-        with having(masked_tokens, "ROUND_TO", 1):  # so few tokens would all be kept
-            loss = labels(step)
-        handle.remove()
-        assert step.mask.min() == 1
-        return loss
-
-    return changed
-
-
-def compiled(step: Step) -> Tensor:
-    """As torch.compile traces it."""
-    with having(torch.compiler, "is_compiling", lambda: True):
-        return labels(step)
-
-
-def built_before_the_flag(step: Step) -> Tensor:
+def built_before_the_flag(model: Any, stack: contextlib.ExitStack) -> None:
     from megatron.core.tensor_parallel import layers
 
     from megatron_fused_ce.adapter.language_module import ADOPTED
 
-    delattr(step.model, ADOPTED)
-    step.model.output_layer.__class__ = layers.ColumnParallelLinear
-    return labels(step)
+    delattr(model, ADOPTED)
+    model.output_layer.__class__ = layers.ColumnParallelLinear
 
 
-def within_its_own_evaluation(step: Step) -> Tensor:
-    """A pre-hook of the head calls the model once more, for a metric."""
-    metrics: list[Tensor] = []
-
-    def call_again(layer: Any, given: Any) -> None:
-        handle.remove()
-        with torch.no_grad():
-            metrics.append(step().mean())
-
-    handle = step.model.output_layer.register_forward_pre_hook(call_again)
-    loss = labels(step)
-    return loss + metrics[0]
-
-
-def in_eval_mode(use: Use) -> Use:
-    def evaluated(step: Step) -> Tensor:
-        step.model.eval()
-        return use(step)
-
-    return evaluated
-
-
-def halved(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    made = stock(*args, **kwargs)
+def halved(made: Any) -> Any:
     return (made[0] * 0.5, *made[1:]) if isinstance(made, tuple) else made * 0.5
+
+
+def half_of(layer: Any, given: Any, made: Any) -> Any:
+    return halved(made)
 
 
 def clamped(layer: Any, gradients: tuple[Tensor, Any]) -> tuple[Tensor, None]:
@@ -668,210 +439,104 @@ def shrunk_by_the_logits(layer: Any, given: tuple[Tensor], made: tuple[Tensor, A
     return (given[0] * made[0].float().norm(),)
 
 
-BF16 = {"dtype": torch.bfloat16}
-of_head = processor(lambda step, head, given: step.of_logits(head()))
+GPT = ("gpt",)
+BF16: dict[str, Any] = {"model": {"dtype": torch.bfloat16}, "bound": 3e-2}
 CALLED_HERE = f"is called by {__name__}"
 
 ROWS = {
     # Megatron's own path through the model.
-    "labels": Row(labels),
-    "labels, loss used twice": Row(loss_used_twice),
-    "labels, changed in place": Row(in_place),
-    "labels, another mask's dtype": Row(another_dtype_of_the_mask),
-    "a schedule's _postprocess": Row(postprocess_alone, families=GPT),
-    "bf16 wrapped": Row(in_float16_module, model={"dtype": torch.bfloat16}, bound=3e-2),
-    "checkpoint, reentrant": Row(checkpointed(True), fused=2),
-    "checkpoint": Row(checkpointed(False), fused=2),
-    "evaluations between steps": Row(between_evaluations, fused=3),
-    "no_grad around all": Row(loss_under_no_grad, trains=False),
-    "a frozen head": Row(frozen),
-    "a copy of the model": Row(of_copy),
-    "another default dtype": Row(default_dtype),
-    "autocast": Row(autocast, model={"dtype": torch.bfloat16}, bound=3e-2),
-    "grad_in_forward": Row(loss_used_twice, options={"strategy": "grad_in_forward"}),
-    "functional_call of the model": Row(functional),
-    "a parametrized weight": Row(parametrized, 0, 1, "parametrization of its output layer"),
-    "a sharding's class": Row(  # as FSDP2 puts around a layer's
-        in_class(lambda stock: type(f"Sharded{stock.__name__}", (stock,), {}), of_layer=True)(labels)
+    "labels, changed in place": fused(in_place),
+    "a schedule's _postprocess": fused(postprocess_alone, families=GPT),
+    "bf16 wrapped": fused(in_float16_module, **BF16),
+    "checkpoint, reentrant": fused(checkpointed(True), fused=2),
+    "checkpoint": fused(checkpointed(False), fused=2),
+    "a frozen head": fused(change=of_layer(lambda layer: layer.weight.requires_grad_(False))),
+    "a copy of the model": fused(of_copy),
+    "another default dtype": fused(default_dtype),
+    "autocast": fused(autocast, **BF16),
+    "grad_in_forward, loss used twice": fused(loss_used_twice, options={"strategy": "grad_in_forward"}),
+    "functional_call of the model": fused(functional),
+    "a sharding's class": fused(  # as FSDP2 puts around a layer's
+        change=of_layer(lambda layer: subclass(layer, name=f"Sharded{type(layer).__name__}"))
     ),
-    "set up twice": Row(twice_set_up),
-    # Models of other people around Megatron's.
-    "a forward around Megatron's": Row(in_class(outer_forward)(labels)),
-    "a _postprocess around Megatron's": Row(in_class(outer_postprocess)(labels), families=GPT),
-    "a _postprocess of one's own": Row(
-        in_class(own_head(vocab_parallel))(labels), 0, 1, CALLED_HERE, families=GPT
+    "set up twice": fused(change=lambda model, _: model.setup_embeddings_and_output_layer()),
+    "a mask changed before the head": fused(mask_changed, options={"skip_masked": True}, families=GPT),
+    # Models of other people around Megatron's; a loss of their own: test_known_forms.py.
+    "a _postprocess around Megatron's": fused(change=in_class(outer_postprocess), families=GPT),
+    "a wrapper around Megatron's _postprocess": fused(
+        change=method("_postprocess", lambda stock, *a, **k: stock(*a, **k), wraps=False), families=GPT
     ),
-    "a _postprocess of one's own, Megatron's loss": Row(
-        in_class(own_head(megatrons))(labels),
-        0, 1, CALLED_HERE, families=GPT,
+    "a _postprocess of one's own": stays(CALLED_HERE, own_head(vocab_parallel, stock_head), families=GPT),
+    "a decorated loss": stays(
+        "the loss of this call is",
+        method("compute_language_model_loss", lambda stock, y, z: stock(y, z.div_(3.0))),
     ),
-    "a wrapper around Megatron's _postprocess": Row(
-        method("_postprocess", lambda stock, *a, **k: stock(*a, **k), of_class=True)(labels), families=GPT
-    ),
-    "a _postprocess in the place of Megatron's": Row(
-        method("_postprocess", own_postprocess, of_class=True)(labels),
-        0, 1, CALLED_HERE, families=GPT,
-    ),
-    "a loss in the place of Megatron's": Row(
-        method("compute_language_model_loss", lambda stock, y, z: 2 * stock(y, z))(labels),
-        0, 1, "the loss of this call is",
-    ),
-    "a class's loss in the place of Megatron's": Row(
-        method("compute_language_model_loss", lambda stock, y, z: 2 * stock(y, z), of_class=True)(labels),
-        0, 1, "the loss of this call is",
-    ),
-    "a scale of one's own": Row(
-        method("_scale_logits", lambda stock, z: 5.0 * torch.tanh(stock(z) / 5.0))(labels),
-        0, 1, "the logits are scaled by", since=(0, 19),
+    "a decorated scale": stays(
+        "are scaled by", method("_scale_logits", lambda stock, z: stock(z.mul_(0.3))), since=(0, 19)
     ),
     # Logits in other hands.
-    "an output processor, Megatron's autograd function": Row(
-        of_head, 0, 1, CALLED_HERE, families=GPT, since=(0, 18),
+    "an output processor behind mtp": stays(
+        CALLED_HERE, use=through_processor, fused=2, model={"mtp": 2}, families=GPT, since=(0, 18)
     ),
-    "an output processor, the native fusion": Row(
-        processor(lambda step, head, given: step.by_native_fusion(head())),
-        0, 1, CALLED_HERE, families=GPT, since=(0, 18),
-    ),
-    "an output processor, torch alone": Row(
-        processor(lambda step, head, given: z_loss_of(head(), step.rank)),
-        0, 1, CALLED_HERE, families=GPT, since=(0, 18),
-    ),
-    "an output processor, Megatron's loss": Row(
-        processor(
-            lambda step, head, given: step.masked(given["compute_language_model_loss"](step.labels, head()))
-        ),
-        0, 1, CALLED_HERE, families=GPT, since=(0, 18),
-    ),
-    "an output processor behind mtp": Row(
-        of_head, 2, 1, CALLED_HERE,
-        model={"mtp": 2}, families=GPT, since=(0, 18),
-    ),
-    "no labels, Megatron's autograd function": Row(
-        lambda step: step.of_logits(no_labels(step)), 0, 1, "called without labels"
-    ),
-    "no labels, the native fusion": Row(
-        lambda step: step.by_native_fusion(no_labels(step)), 0, 1, "called without labels"
-    ),
-    "no labels, torch alone": Row(
-        lambda step: z_loss_of(no_labels(step), step.rank), 0, 1, "called without labels"
-    ),
-    "logits under no_grad": Row(logits_under_no_grad, 0, 1, "called without labels", trains=False),
-    "gathered logits": Row(gathered, 0, 1, "runtime_gather_output"),
-    "the layer called directly": Row(directly, 1, 1, CALLED_HERE),
+    "no labels": stays("called without labels", use=no_labels),
+    "gathered logits": stays("runtime_gather_output", use=gathered),
+    "the layer called directly": stays(CALLED_HERE, use=directly, fused=1),
     # Layers that somebody has changed.
-    "extended by a softcap": Row(extended(Mixin)(labels), 0, 1, f"its forward is {__name__}.Mixin"),
-    "extended by nothing": Row(extended(Identity)(labels), 0, 1, "its forward is"),
-    "extended by a known softcap": Row(extended(KnownMixin, 2.0)(labels)),
-    "extended by a known softcap, no cap": Row(extended(KnownMixin)(labels)),
-    "extended by a known softcap, changed": Row(extended(OtherMixin, 2.0)(labels), 0, 1, "its forward is"),
-    "an instance's own forward": Row(a_layer_hooked_by_name, 0, 1, "its forward is"),
-    "wrapped by LoRA": Row(wrapped, 0, 1, f"is called by {__name__}.forward"),
-    "functional_call of the head, detached": Row(
-        in_class(own_head(megatrons, detached_head))(labels), 0, 1, "is called by torch", families=GPT
+    "extended by a softcap": stays(f"its forward is {__name__}.Mixin", extended(Mixin)),
+    "extended by a known softcap": fused(change=extended(KnownMixin, 2.0)),
+    "extended by a known softcap, no cap": fused(change=extended(KnownMixin)),
+    "extended by a known softcap, changed": stays("its forward is", extended(OtherMixin, 2.0)),
+    "a known softcap and mup": fused(
+        change=extended(KnownMixin, 0.5), model={"mup": True}, since=(0, 19)
     ),
-    "a forward hook": Row(
-        hooked("register_forward_hook", lambda layer, given, made: (made[0] * 0.5, made[1])),
-        0, 1, "a forward hook",
+    "a known softcap, called within itself": fused(
+        within_its_own_evaluation, extended(KnownMixin, 0.05), fused=2
     ),
-    "a forward pre-hook": Row(
-        hooked("register_forward_pre_hook", lambda layer, given: (given[0] * 0.5, *given[1:]))
+    "an instance's own forward": stays(  # as accelerate and CUDA graphs put it there
+        "its forward is", of_layer(lambda layer: setattr(layer, "forward", functools.partial(layer.forward)))
     ),
-    "a parametrization": Row(
-        spectrally_normed, 0, 1, "a parametrization of its output layer",
+    "wrapped by LoRA": stays(f"is called by {__name__}.forward", wrapped),
+    "functional_call of the head, detached": stays(
+        "is called by torch", own_head(megatrons, detached_head), families=GPT
     ),
-    "a forward hook on all modules": Row(
-        hooked_everywhere("forward", lambda layer, given, made: (made[0] * 0.5, made[1])),
-        0, 1, "a forward hook",
+    "a forward hook": stays("a forward hook", hooked("register_forward_hook", half_of)),
+    "a forward hook on all modules": stays("a forward hook", hooked_everywhere(half_of)),
+    "a forward pre-hook": fused(
+        change=hooked("register_forward_pre_hook", lambda layer, given: (given[0] * 0.5, *given[1:]))
     ),
-    "a backward pre-hook": Row(
-        hooked("register_full_backward_pre_hook", clamped),
-        0, 1, "a backward hook", model=BF16, bound=3e-2,
+    "a backward pre-hook": stays(
+        "a backward hook", hooked("register_full_backward_pre_hook", clamped), **BF16
     ),
-    "a backward hook": Row(
-        hooked("register_full_backward_hook", shrunk_by_the_logits),
-        0, 1, "a backward hook", model=BF16, bound=3e-2,
+    "a backward hook": stays(
+        "a backward hook", hooked("register_full_backward_hook", shrunk_by_the_logits), **BF16
     ),
-    "a backward hook on all modules": Row(
-        hooked_everywhere("full_backward_pre", clamped),
-        0, 1, "a backward hook", model=BF16, bound=3e-2,
+    "a parametrization": stays("a parametrization of its output layer", use=spectrally_normed),
+    "Megatron's forward replaced": stays("stands in the place of", replaced(True, "forward")),
+    "Megatron's product replaced": stays("stands in the place of", replaced(False, "_forward_impl")),
+    "a bias given later": stays("a bias", of_layer(with_a_bias)),
+    "grad_hidden not reduced any more": stays(
+        "does not reduce grad_hidden", with_attributes(disable_grad_reduce=True, allreduce_dgrad=False)
     ),
-    "a decorated loss": Row(
-        method("compute_language_model_loss", lambda stock, y, z: stock(y, z.div_(3.0)), wraps=True)(labels),
-        0, 1, "the loss of this call is",
-    ),
-    "a decorated scale": Row(
-        method("_scale_logits", lambda stock, z: stock(z.mul_(0.3)), wraps=True)(labels),
-        0, 1, "are scaled by", since=(0, 19),
-    ),
-    "Megatron's forward replaced": Row(
-        replaced(f"{TENSOR_PARALLEL}.ColumnParallelLinear", "forward", halved), 0, 1, "stands in the place of"
-    ),
-    "Megatron's product replaced": Row(
-        replaced("", "_forward_impl", halved),
-        0, 1, "stands in the place of",
-    ),
-    "Megatron's cross entropy replaced": Row(
-        replaced(TENSOR_PARALLEL, "vocab_parallel_cross_entropy", halved), 0, 1, "was replaced"
-    ),
-    "a part of Megatron's cross entropy replaced": Row(
-        part_of_cross_entropy_replaced, 0, 1, "was replaced"
-    ),
-    "a function beneath Megatron's product replaced": Row(
-        replaced(
-            f"{TENSOR_PARALLEL}.layers", "copy_to_tensor_model_parallel_region",
-            lambda stock, *a, **k: 2 * stock(*a, **k),
-        ),
-        0, 1, "was replaced",
-    ),
-    "a bias given later": Row(with_a_bias, 0, 1, "a bias"),
-    "grad_hidden not reduced any more": Row(
-        with_attributes(disable_grad_reduce=True, allreduce_dgrad=False), 0, 1, "does not reduce grad_hidden"
-    ),
-    "an expert layer later": Row(with_attributes(explicit_expert_comm=True), 0, 1, "an expert layer"),
-    "fewer rows than the layer was built for": Row(with_fewer_rows, 0, 1, "its layer was built for"),
-    "compiled": Row(compiled, 0, 1, "within torch.compile"),
-    "float64": Row(in_float64, 0, 1, "are float64"),
-    "a mask changed meanwhile": Row(
-        mask_changed(lambda model: model.decoder.layers[0]), options={"skip_masked": True}, families=GPT
-    ),
-    "a mask changed before the head": Row(
-        mask_changed(lambda model: model.output_layer), options={"skip_masked": True}, families=GPT
-    ),
-    "a known softcap and mup": Row(extended(KnownMixin, 0.5)(labels), model={"mup": True}, since=(0, 19)),
-    "a known softcap, called within itself": Row(
-        extended(KnownMixin, 0.05)(within_its_own_evaluation), fused=2
-    ),
-    # Options of the loss that nobody would apply.
-    "eval() and an option": Row(
-        in_eval_mode(lambda step: step.of_logits(no_labels(step))), 0, 1,
-        raises="z_loss: Megatron's own loss", options={"z_loss": 1e-3},
-    ),
+    "an expert layer later": stays("an expert layer", with_attributes(explicit_expert_comm=True)),
+    "fewer rows than the layer was built for": stays("its layer was built for", of_layer(with_fewer_rows)),
+    "compiled": stays("within torch.compile", use=compiled),
+    "float64": stays("are float64", lambda model, _: model.double()),
+    # What nobody would apply. A hook, no labels: test_models.py.
     "a hook that drops arguments": Row(
-        hooked("register_forward_pre_hook", lambda layer, given, named: (given, {}), with_kwargs=True), 0, 0,
-        raises="did not reach its forward",
+        0, 0, raises="did not reach its forward",
+        change=hooked(
+            "register_forward_pre_hook", lambda layer, given, named: (given, {}), with_kwargs=True
+        ),
     ),
-    "LoRA and an option": Row(
-        wrapped, 0, 1, raises="z_loss: Megatron's own loss", options={"z_loss": 1e-3}
+    "LoRA and an option": stays(
+        "", wrapped, raises="z_loss: Megatron's own loss", options={"z_loss": 1e-3}
     ),
-    "an output processor and an option": Row(
-        of_head, 0, 1,
-        raises="ignore_index: Megatron's own loss", options={"ignore_index": -100},
-        families=GPT, since=(0, 18),
-    ),
-    "no labels and an option": Row(
-        lambda step: step.of_logits(no_labels(step)), 0, 1,
-        raises="z_loss: Megatron's own loss", options={"z_loss": 1e-3},
-    ),
-    "extended by a softcap, and an option": Row(
-        extended(Mixin)(labels), 0, 1,
-        raises="logit_softcap: Megatron's own loss", options={"logit_softcap": 3.0},
+    "an output processor and an option": stays(
+        "", use=through_processor, raises="ignore_index: Megatron's own loss",
+        options={"ignore_index": -100}, families=GPT, since=(0, 18),
     ),
     "built before the flag, and an option": Row(
-        built_before_the_flag, 0, 0, raises="z_loss: Megatron's own loss", options={"z_loss": 1e-3}
-    ),
-    "a hook and an option": Row(
-        hooked("register_forward_hook", lambda layer, given, made: None), 0, 1,
-        raises="label_smoothing: Megatron's own loss", options={"label_smoothing": 0.1},
+        0, 0, change=built_before_the_flag, raises="z_loss: Megatron's own loss", options={"z_loss": 1e-3}
     ),
 }  # fmt: skip
 
@@ -879,67 +544,42 @@ ROWS = {
 # --- off against on --------------------------------------------------------------------------------
 
 
-def step_of(model: Any, rank: Rank) -> Step:
-    generator = torch.Generator().manual_seed(5)
-    ids = torch.randint(0, VOCAB, (BATCH, SEQUENCE + 1), generator=generator).to(rank.device)
-    mask = (torch.rand(BATCH, SEQUENCE, generator=generator) < 0.7).float().to(rank.device)
-    return Step(rank, model, ids[:, :-1], ids[:, 1:].contiguous(), mask)
-
-
 def results_of(row: Row, rank: Rank, family: str) -> dict[str, Tensor]:
     """The loss and every gradient that the row leaves."""
-    model = build(Model(family=family, **row.model), rank)
-    loss = row.use(step_of(model, rank))
+    model = megatron.build(Model(family=family, **row.model), rank)
+    with contextlib.ExitStack() as stack:
+        if row.change is not None:
+            row.change(model, stack)
+        loss = row.use(Step(rank, model, *megatron.draw(rank, 5, 0.7)))
+    loss.backward()
     made = {"loss": loss.detach().float()}
-    if row.trains:
-        loss.backward()
-        for name, parameter in model.named_parameters():
-            of_ddp = getattr(parameter, "main_grad", None)
-            gradient = parameter.grad if of_ddp is None else of_ddp
-            if gradient is not None:
-                made[name] = gradient.detach().float().clone()
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            made[name] = parameter.grad.detach().float().clone()
     return made
 
 
 @on_ranks(*RANKS)
 @pytest.mark.parametrize("name", ROWS)
 def test_off_against_on(rank: Rank, name):
-    import megatron_fused_ce
-    from megatron_fused_ce.adapter import report
-
     row = ROWS[name]
-    needs_core(*row.since)
-    if rank.size == 1 and row.model.get("sequence_parallel"):
-        pytest.skip("one rank has no sequence parallelism")
-    have_groups(rank.size)
-    counters = megatron_fused_ce.counters()
+    megatron.needs_core(*row.since)
+    megatron.have_groups(rank.size)
     for family in row.families:
-        megatron_fused_ce.disable()
         off = None if row.raises else results_of(row, rank, family)
-        config = megatron_fused_ce.FusedCEConfig(**{"strategy": "store", "num_chunks": 3, **row.options})
-        megatron_fused_ce.enable(config)
-        counters.reset()
-        report._said.clear()
-        printed = io.StringIO()
-        try:
-            with contextlib.redirect_stdout(printed):
-                if off is None:
-                    with pytest.raises((ValueError, RuntimeError), match=row.raises):
-                        results_of(row, rank, family)
-                else:
-                    on = results_of(row, rank, family)
-        finally:
-            megatron_fused_ce.disable()
-        seen = counters.fused, counters.materialised, counters.stock
-        assert seen == (row.fused, 0, row.stock), f"{family}: {seen}\n{printed.getvalue()}"
-        assert "stays on Megatron's own path" not in printed.getvalue(), "it was adopted when it was built"
-        said = [line for line in printed.getvalue().splitlines() if "takes Megatron's own path" in line]
-        if rank.rank == 0 and off is not None:
-            assert len(said) == row.stock and all(row.words in line for line in said), said
+        with megatron.flag(**{"strategy": "store", "num_chunks": 3, **row.options}) as seen:
+            if off is None:
+                with pytest.raises((ValueError, RuntimeError), match=row.raises):
+                    results_of(row, rank, family)
+            else:
+                on = results_of(row, rank, family)
+        assert seen.counts == (row.fused, 0, row.stock), family
+        assert "stays on Megatron's own path" not in seen.said, "it was adopted when it was built"
         if off is None:
             continue
-        assert on.keys() == off.keys()
-        assert len(on) > 5 or not row.trains
+        told = seen.lines("takes Megatron's own path")
+        assert rank.rank or (len(told) == row.stock and all(row.words in line for line in told)), told
+        assert on.keys() == off.keys() and len(on) > 5
         for part, expected in off.items():
             error = float((on[part] - expected).double().norm())
             bound = max(row.bound, LOSS_BOUND if part == "loss" else 0.0)

@@ -5,8 +5,7 @@ The caller is tests/support/rl_utils.py. What was run with Megatron-LM's own: do
 
 from __future__ import annotations
 
-import functools
-from dataclasses import replace
+import contextlib
 from typing import Any
 
 import pytest
@@ -14,23 +13,8 @@ import torch
 
 from megatron_fused_ce.scripts.lib.collectives import Collective, Collectives
 from megatron_fused_ce.scripts.lib.live_storages import LogitStorages
-from tests.support import rl_utils
-from tests.support.megatron import (
-    BATCH,
-    HIDDEN,
-    INSTALLED,
-    NEWEST,
-    SEQUENCE,
-    VOCAB,
-    Model,
-    assert_same_gradients,
-    build,
-    core_version,
-    have_groups,
-    needs_core,
-    of_core,
-    rollout,
-)
+from tests.support import megatron, rl_utils
+from tests.support.megatron import BATCH, NEWEST, SEQUENCE, VOCAB, Model, build, flag, have_groups, of_core
 from tests.support.ranks import Rank, on_ranks
 from tests.support.rl_utils import assert_same, patched_caller, tokens_of
 
@@ -62,8 +46,8 @@ class Seen:
         built = build(model, rank)
         caller = on_model(model, built)
         self.generated = None
-        if core_version() >= (0, 19) or not model.mtp:
-            self.generated = rollout(built, rank) if model.dtype == torch.float32 else None
+        if megatron.core_version() >= (0, 19) or not model.mtp:
+            self.generated = megatron.rollout(built, rank) if model.dtype == torch.float32 else None
         caller.train()
         hidden: list[torch.Tensor] = []
 
@@ -73,8 +57,8 @@ class Seen:
 
         hook = built.decoder.register_forward_hook(keep)
         with (
-            LogitStorages(vocab_rows=VOCAB // rank.size, hidden_size=HIDDEN) as self.shards,
-            LogitStorages(vocab_rows=VOCAB, hidden_size=HIDDEN) as self.gathered,
+            LogitStorages(vocab_rows=VOCAB // rank.size, hidden_size=megatron.HIDDEN) as self.shards,
+            LogitStorages(vocab_rows=VOCAB, hidden_size=megatron.HIDDEN) as self.gathered,
             Collectives({rank.group: "tp"}) as issued,
         ):
             self.trained = rl_utils.get_logprobs(caller, tokens, positions)
@@ -95,41 +79,29 @@ def largest(calls: list[Collective]) -> int:
     return max((torch.Size(shape).numel() for call in calls for shape in call.shapes), default=0)
 
 
-@on_ranks(of_core(2, NEWEST), of_core(1, NEWEST, pytest.mark.rest), of_core(2, INSTALLED))
+@on_ranks(of_core(2, NEWEST), of_core(1, NEWEST, pytest.mark.rest), of_core(2, megatron.INSTALLED))
 @pytest.mark.parametrize("name", MODELS)
 def test_off_against_on(rank: Rank, name):
-    import megatron_fused_ce
-
     model = MODELS[name]
     if model.mup:
-        needs_core(0, 19)
-    if rank.size == 1:
-        model = replace(model, sequence_parallel=False)
+        megatron.needs_core(0, 19)
     have_groups(rank.size)
-    counters = megatron_fused_ce.counters()
-    megatron_fused_ce.disable()
     off = Seen(model, rank)
-    counters.reset()
-    with patched_caller():
-        megatron_fused_ce.enable(
-            megatron_fused_ce.FusedCEConfig(
-                strategy=model.strategy, num_chunks=CHUNKS, logit_precision="activations"
-            )
-        )
+    options = {"strategy": model.strategy, "num_chunks": CHUNKS, "logit_precision": "activations"}
+    with patched_caller(), flag(**options) as seen:
         on = Seen(model, rank)
-    megatron_fused_ce.disable()
     # Of each pass one head, and over one rank that of multi-token prediction; over several Megatron's loss
     # takes its gathered logits.
     on_one = model.mtp if rank.size == 1 else 0
     expected = (3 * (1 + on_one), 3 * (model.mtp - on_one), 0 if on.generated is None else 2)
-    assert (counters.fused, counters.materialised, counters.stock) == expected
+    assert seen.counts == expected
     if off.generated is not None:
         torch.testing.assert_close(on.generated, off.generated, rtol=0, atol=0)
     for got, right in ((on.trained, off.trained), (on.old, off.old), (on.reference, off.reference)):
         assert got.requires_grad == right.requires_grad
         assert_same(got, right)
     assert on.trained.requires_grad and not on.reference.requires_grad
-    assert_same_gradients(on.gradients, off.gradients, model.dtype != torch.float32)
+    megatron.assert_same_gradients(on.gradients, off.gradients, model.dtype != torch.float32)
     if model.mtp:
         return
     # Neither all tokens' logits nor the whole vocabulary's of any.
@@ -141,23 +113,19 @@ def test_off_against_on(rank: Rank, name):
     if rank.size > 1:
         assert off.gathered.num_storages > 0 and on.gathered.num_storages == 0
         assert largest(off.calls) == BATCH * SEQUENCE * VOCAB
-        assert 0 < largest(on.calls) <= BATCH * SEQUENCE * HIDDEN
+        assert 0 < largest(on.calls) <= BATCH * SEQUENCE * megatron.HIDDEN
 
 
 @on_ranks(of_core(2, NEWEST))
 def test_gathered_logits_of_a_shard(rank: Rank):
     """Their argmax is of the whole vocabulary; options of the loss are refused before any collective."""
-    import megatron_fused_ce
     from megatron_fused_ce.adapter import deferred_logits
 
     have_groups(rank.size)
     tokens, positions, _ = tokens_of(rank)
-    megatron_fused_ce.disable()
     expected = build(Model(), rank)(tokens, positions, None, runtime_gather_output=True)
-    megatron_fused_ce.enable(megatron_fused_ce.FusedCEConfig(z_loss=1e-4))
-    on = build(Model(), rank)
-    megatron_fused_ce.disable()
-    with patched_caller(), Collectives({rank.group: "tp"}) as issued:
+    with flag(z_loss=1e-4), patched_caller(), Collectives({rank.group: "tp"}) as issued:
+        on = build(Model(), rank)
         with deferred_logits.returned_to_caller():
             logits = on(tokens, positions, None, runtime_gather_output=True)
         before = len(issued.calls)
@@ -167,29 +135,64 @@ def test_gathered_logits_of_a_shard(rank: Rank):
     # Half of the tokens or so have it on the other rank.
     assert torch.equal(logits.argmax(-1), expected.argmax(-1))
     assert torch.equal(logits.max(dim=-1).values, expected.max(dim=-1).values)
-    assert logits.shape == (BATCH, SEQUENCE, VOCAB)
+    assert logits.shape == expected.shape
 
 
-@on_ranks(of_core(2, NEWEST), of_core(2, INSTALLED))
+@on_ranks(of_core(2, NEWEST), of_core(2, megatron.INSTALLED))
 def test_float16_module_upcasts(rank: Rank):
     """Where its caller does not ask for the model's own dtype: fp32 log-probabilities of bf16 logits."""
-    from megatron.core.transformer.module import Float16Module
-
-    import megatron_fused_ce
     from megatron_fused_ce.adapter import deferred_logits
 
     have_groups(rank.size)
     model = Model(dtype=torch.bfloat16)
     tokens, positions, _ = tokens_of(rank)
     found = []
-    rounds = megatron_fused_ce.FusedCEConfig(logit_precision="activations")
-    for turn in (megatron_fused_ce.disable, functools.partial(megatron_fused_ce.enable, rounds)):
-        turn()
-        built = build(model, rank)
-        with deferred_logits.returned_to_caller(), patched_caller():
-            logits = Float16Module(built.config, built)(tokens, positions, None, runtime_gather_output=True)
+    for turn in (contextlib.nullcontext(), flag(logit_precision="activations")):
+        with turn, deferred_logits.returned_to_caller(), patched_caller():
+            logits = on_model(model, build(model, rank))(tokens, positions, None, runtime_gather_output=True)
             found.append(rl_utils.selective_log_softmax(logits[:, :-1], tokens[:, 1:]))
-    megatron_fused_ce.disable()
     assert isinstance(logits, deferred_logits.DeferredLogits)
     assert found[0].dtype == torch.float32
     assert_same(found[1], found[0])
+
+
+@on_ranks(*megatron.both_cores(4))
+def test_a_pipeline_in_bf16(rank: Rank):
+    """As compute_logprobs_batch: what the last stage has fits the buffer that the first receives into."""
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+    have_groups(2, 2)
+    tokens, positions, upstream = tokens_of(rank)
+
+    def run(stage: Any, no_grad: bool) -> Any:
+        def step(data: Any, model: Any) -> tuple[torch.Tensor, Any]:
+            log_probs = rl_utils.get_logprobs(model, tokens, positions, no_grad=no_grad)
+            return log_probs, None if no_grad else lambda made: ((made.float() * upstream).sum(), {})
+
+        return get_forward_backward_func()(
+            forward_step_func=step, data_iterator=None, model=stage, num_microbatches=1,
+            seq_length=SEQUENCE, micro_batch_size=BATCH, forward_only=no_grad,
+        )  # fmt: skip
+
+    def seen() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        (stage,) = megatron.in_ddp(Model(sequence_parallel=True, dtype=torch.bfloat16), rank)
+        stage.eval()
+        outputs = run(stage, no_grad=True)
+        received = torch.empty(BATCH, SEQUENCE - 1, dtype=torch.bfloat16, device=rank.device)
+        if outputs:
+            assert outputs[0].dtype == received.dtype
+            received = outputs[0].detach()
+        last = parallel_state.get_pipeline_model_parallel_last_rank()
+        group = parallel_state.get_pipeline_model_parallel_group()
+        torch.distributed.broadcast(received, src=last, group=group)
+        run(stage.train(), no_grad=False)
+        return received, {name: parameter.main_grad for name, parameter in stage.module.named_parameters()}
+
+    off = seen()
+    with patched_caller(), flag(strategy="recompute", num_chunks=3, logit_precision="activations") as counted:
+        on = seen()
+    is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+    assert counted.counts == (2 * is_last, 0, 0)
+    assert_same(on[0], off[0])
+    megatron.assert_same_gradients(on[1], off[1], in_half=True)

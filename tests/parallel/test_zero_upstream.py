@@ -1,4 +1,4 @@
-"""Tokens outside an active mask or without an upstream gradient, over a tensor-parallel group."""
+"""Tokens outside an active mask or without an upstream gradient, over two ranks; on one: tests/op."""
 
 from __future__ import annotations
 
@@ -18,15 +18,8 @@ from megatron_fused_ce import (
 )
 from megatron_fused_ce.rl import token_log_probs
 from megatron_fused_ce.scripts.lib.reference import FLOOR, make_inputs, plain_outputs, relative_error
-from tests.support.head import (
-    SIZES,
-    rows_of,
-    same_on_all_ranks,
-    shard_of,
-    tokens_of,
-    whole_hidden,
-    whole_rows,
-)
+from tests.support import head
+from tests.support.head import SIZES, rows_of, same_on_all_ranks, shard_of, whole_hidden, whole_rows
 from tests.support.op import gemm_flops
 from tests.support.ranks import Rank, on_ranks
 
@@ -54,7 +47,7 @@ def some_tokens(what: str, inputs) -> torch.Tensor:
     return counts.to(inputs.labels.device)
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
 @pytest.mark.parametrize("strategy", ["store", "recompute"])
@@ -100,29 +93,37 @@ def test_against_fp64(rank: Rank, what, strategy, sp, dtype):
                 assert relative_error(grad, right) <= max(FLOOR[dtype], 2 * relative_error(plain, right))
 
 
+def skipped_alike(rank: Rank, inputs, call, upstream, counts, num_gemms, *, sp, strategy, shards="unequal"):
+    """The gradients of ``call(hidden, weight, settings)`` are those without the option, by GEMMs over
+    ``counts`` alone."""
+    grads = []
+    for skips in (False, True):
+        hidden, weight, settings = shard_of(rank, inputs, sp, shards)
+        settings["config"] = FusedCEConfig(strategy, num_chunks=NUM_CHUNKS, skip_zero_upstream=skips)
+        made = call(hidden, weight, settings)
+        with patch.object(masked_tokens, "ROUND_TO", 1), gemm_flops() as flops:
+            made.backward(upstream)
+        grads.append((hidden.grad, weight.grad))
+    worked_on = largest_parts(counts, rank.size if sp else 1)
+    assert flops.get_total_flops() == num_gemms * worked_on * 2 * weight.numel()
+    for without, ours in zip(*grads, strict=True):
+        assert relative_error(ours, without) < 1e-6
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("strategy", ["store", "recompute"])
 def test_ranks_whose_upstream_gradients_differ(rank: Rank, strategy):
     """A token counts on all ranks where it counts on one."""
     inputs = make_inputs("plain", **SIZES, dtype=torch.float32, device=rank.device)
-    upstream = inputs.grad_loss.clone()
+    upstream, counts = inputs.grad_loss.clone(), inputs.grad_loss != 0
     upstream[:, rank.rank :: 4] = 0.0
-    upstream[:, 2::4] = 0.0
-    grads = []
-    for skips in (False, True):
-        hidden, weight, settings = shard_of(rank, inputs, False)
-        config = FusedCEConfig(strategy, num_chunks=NUM_CHUNKS, skip_zero_upstream=skips)
-        with patch.object(masked_tokens, "ROUND_TO", 1):
-            made = token_log_probs(hidden, weight, inputs.labels, config=config, **settings)
-            with gemm_flops() as flops:
-                made.log_prob.backward(upstream)
-        grads.append((hidden.grad, weight.grad))
-    counts = inputs.grad_loss.clone()
-    counts[:, 2::4] = 0.0
+    upstream[:, 2::4], counts[:, 2::4] = 0.0, False
+
+    def call(hidden, weight, settings):
+        return token_log_probs(hidden, weight, inputs.labels, **settings).log_prob
+
     num_gemms = 2 if strategy == "store" else 3
-    assert flops.get_total_flops() == num_gemms * int(counts.ne(0).sum()) * 2 * weight.numel()
-    for without, ours in zip(*grads, strict=True):
-        assert relative_error(ours, without) < 1e-6
+    skipped_alike(rank, inputs, call, upstream, counts, num_gemms, sp=False, strategy=strategy)
 
 
 @on_ranks(2)
@@ -135,19 +136,12 @@ def test_several_labels_a_token(rank: Rank, what, strategy, sp):
     counts = some_tokens(what, inputs)
     upstream = torch.stack([inputs.grad_loss.roll(at, 1) for at in range(3)], -1)
     upstream.masked_fill_(~counts.unsqueeze(-1), 0.0)[..., 1] = 0.0
-    grads = []
-    for skips in (False, True):
-        hidden, weight, settings = shard_of(rank, inputs, sp)
-        config = FusedCEConfig(strategy, num_chunks=NUM_CHUNKS, skip_zero_upstream=skips)
-        made = token_log_probs(hidden, weight, labels, config=config, **settings)
-        with patch.object(masked_tokens, "ROUND_TO", 1), gemm_flops() as flops:
-            made.log_prob.backward(upstream)
-        grads.append((hidden.grad, weight.grad))
+
+    def call(hidden, weight, settings):
+        return token_log_probs(hidden, weight, labels, **settings).log_prob
+
     num_gemms = 2 if strategy == "store" else 3
-    worked_on = largest_parts(counts, rank.size if sp else 1)
-    assert flops.get_total_flops() == num_gemms * worked_on * 2 * weight.numel()
-    for without, ours in zip(*grads, strict=True):
-        assert relative_error(ours, without) < FLOOR[torch.float32]
+    skipped_alike(rank, inputs, call, upstream, counts, num_gemms, sp=sp, strategy=strategy)
 
 
 @on_ranks(2)
@@ -156,30 +150,20 @@ def test_several_labels_a_token(rank: Rank, what, strategy, sp):
 def test_a_teacher_beside_the_student(rank: Rank, what, teacher_sp):
     """With sequence parallelism, the teacher's hidden states of this rank's tokens or of all."""
     inputs = make_inputs("plain", **{**SIZES, "vocab": 100}, dtype=torch.float32, device=rank.device)
-    teacher = inputs.hidden.flip(0), inputs.weight.roll(1, 1)
-    upstream = inputs.grad_loss.masked_fill(~some_tokens(what, inputs), 0.0)
-    grads = []
-    for skips in (False, True):
-        hidden, weight, settings = shard_of(rank, inputs, True, "equal")
-        made = fused_linear_distillation(
-            hidden,
-            weight,
-            teacher[0][tokens_of(rank, SIZES["s"], teacher_sp)],
-            teacher[1][rows_of(rank, "equal", 100)],
-            teacher_sequence_parallel=teacher_sp,
-            config=FusedCEConfig("recompute", num_chunks=NUM_CHUNKS, skip_zero_upstream=skips),
-            **settings,
-        )
-        with patch.object(masked_tokens, "ROUND_TO", 1), gemm_flops() as flops:
-            made.loss.backward(upstream)
-        grads.append((hidden.grad, weight.grad))
-    worked_on = largest_parts(upstream != 0, 2)
-    assert flops.get_total_flops() == 4 * worked_on * 2 * weight.numel()
-    for without, ours in zip(*grads, strict=True):
-        assert relative_error(ours, without) < FLOOR[torch.float32]
+    teacher_hidden = inputs.hidden.flip(0)[head.tokens_of(rank, SIZES["s"], teacher_sp)]
+    teacher_weight = inputs.weight.roll(1, 1)[rows_of(rank, "equal", 100)]
+    counts = some_tokens(what, inputs)
+    upstream = inputs.grad_loss.masked_fill(~counts, 0.0)
+
+    def call(*student_and_settings):
+        *student, settings = student_and_settings
+        settings["teacher_sequence_parallel"] = teacher_sp
+        return fused_linear_distillation(*student, teacher_hidden, teacher_weight, **settings).loss
+
+    skipped_alike(rank, inputs, call, upstream, counts, 4, sp=True, strategy="recompute", shards="equal")
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
 @pytest.mark.parametrize("what", ["a third", "one part whole", "none"])

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import io
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -131,6 +133,53 @@ def read_forms() -> None:
                 forms.form_of(key, function)
 
 
+# --- the flag --------------------------------------------------------------------------------
+
+
+@dataclass
+class Flag:
+    """What was seen while the flag was on: heads fused, made real, left to Megatron; and what was printed."""
+
+    counts: tuple[int, int, int] = (0, 0, 0)
+    said: str = ""
+
+    def lines(self, words: str) -> list[str]:
+        return [line for line in self.said.splitlines() if words in line]
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[Flag]:
+    """What happens inside, of which the :class:`Flag` knows at the end."""
+    import megatron_fused_ce
+    from megatron_fused_ce.adapter import report
+
+    counters, seen, printed = megatron_fused_ce.counters(), Flag(), io.StringIO()
+    counters.reset()
+    report._said.clear()
+    try:
+        with contextlib.redirect_stdout(printed):
+            yield seen
+    finally:
+        seen.counts, seen.said = (counters.fused, counters.materialised, counters.stock), printed.getvalue()
+        print(seen.said, end="")
+
+
+@contextlib.contextmanager
+def flag(
+    *, log_accuracy: bool = False, deferred_logits: bool = False, trust: Any = (), **options: Any
+) -> Iterator[Flag]:
+    """:func:`counted`, with the flag on and these options of its config; it was off, and is afterwards."""
+    import megatron_fused_ce
+
+    of_heads = {"log_accuracy": log_accuracy, "deferred_logits": deferred_logits, "trust": trust}
+    try:
+        with counted() as seen:
+            megatron_fused_ce.enable(megatron_fused_ce.FusedCEConfig(**options), **of_heads)
+            yield seen
+    finally:
+        megatron_fused_ce.disable()
+
+
 # --- process groups --------------------------------------------------------------------------
 
 _layout: tuple[int, int, int | None] | None = None
@@ -174,6 +223,7 @@ class Model:
 
     family: str = "gpt"  # gpt or hybrid (MambaModel before 0.18)
     mtp: int = 0
+    virtual: int = 1  # stages on each rank of a pipeline
     tied: bool = False
     sequence_parallel: bool = False
     mup: bool = False
@@ -210,60 +260,113 @@ def transformer_config(**fields: Any) -> Any:
     )
 
 
-def build(model: Model, rank: Rank) -> Any:
-    from megatron.core.models.gpt import gpt_layer_specs
-    from megatron.core.models.gpt.gpt_model import GPTModel
+def build(model: Model, rank: Rank, seed: int = 7) -> Any:
+    """The model, cut as :func:`have_groups` says; of a pipeline with one stage a rank this rank's."""
+    (built,) = build_stages(model, rank, seed)
+    return built
+
+
+def build_stages(model: Model, rank: Rank, seed: int = 7) -> list[Any]:
+    """This rank's stages, first to last."""
+    from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     if model.fused_wgrad:
         needs_fused_wgrad()
+    tensor, pipeline = (
+        getattr(parallel_state, f"get_{kind}_model_parallel_world_size")() for kind in ("tensor", "pipeline")
+    )
     MTPLossLoggingHelper.tracker.clear()  # as large as an earlier model's number of heads
-    torch.manual_seed(7)
-    model_parallel_cuda_manual_seed(7)
-    mup = {"use_mup": True, "mup_base_hidden_size": 8} if model.mup else {}
+    model_parallel_cuda_manual_seed(seed)
+    more: dict[str, Any] = {"use_mup": True, "mup_base_hidden_size": 8} if model.mup else {}
+    if pipeline > 1:
+        several = model.virtual > 1
+        more |= {"overlap_p2p_comm": several, "batch_p2p_comm": not several}
+        more |= {"virtual_pipeline_model_parallel_size": model.virtual if several else None}
+        more |= {"pipeline_dtype": model.dtype, "deallocate_pipeline_outputs": True}
     config = transformer_config(
-        num_layers=2,
+        num_layers=max(2, pipeline * model.virtual),
         hidden_size=model.hidden,
         num_attention_heads=4,
         gradient_accumulation_fusion=model.fused_wgrad,
-        tensor_model_parallel_size=rank.size,
-        sequence_parallel=model.sequence_parallel,
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=pipeline,
+        sequence_parallel=model.sequence_parallel and tensor > 1,
         mtp_num_layers=model.mtp or None,
         mtp_loss_scaling_factor=0.1,  # 0.15 has no default
         params_dtype=model.dtype,
         bf16=model.dtype == torch.bfloat16,
-        **mup,
+        fp16=model.dtype == torch.float16,
+        **more,
         **model.extra,
     )
-    if model.family == "gpt":
-        spec = gpt_layer_specs.get_gpt_layer_local_spec()
-        mtp_spec = None
-        if model.mtp:
-            mtp_spec = gpt_layer_specs.get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
-        built = GPTModel(
-            config, spec, vocab_size=VOCAB, max_sequence_length=SEQUENCE,
-            share_embeddings_and_output_weights=model.tied, mtp_block_spec=mtp_spec,
-            position_embedding_type="rope",
-        )  # fmt: skip
-    else:
-        needs_transformer_engine(rank.device)
-        from megatron_fused_ce.scripts.lib.local_stack_spec import stack_spec
+    stages = []
+    for stage in range(model.virtual):
+        torch.manual_seed(seed + 100 * stage)
+        made = _gpt(model, config, stage) if model.family == "gpt" else _hybrid(model, config, rank)
+        stages.append(made.to(rank.device, model.dtype or torch.float32))
+    return stages
 
-        shared = dict(
-            vocab_size=VOCAB, max_sequence_length=SEQUENCE, position_embedding_type="rope",
-            share_embeddings_and_output_weights=model.tied,
-        )  # fmt: skip
-        if core_version() >= (0, 18):
-            from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-            pattern = "*-" + "/*-" * model.mtp
-            built = HybridModel(config, stack_spec, hybrid_layer_pattern=pattern, **shared)
-        else:
-            from megatron.core.models.mamba.mamba_model import MambaModel
+def _gpt(model: Model, config: Any, stage: int) -> Any:
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.models.gpt.gpt_model import GPTModel
 
-            built = MambaModel(config, stack_spec, hybrid_override_pattern="*-", **shared)
-    return built.to(rank.device, model.dtype or torch.float32)
+    of: dict[str, Any] = {"ignore_virtual": False, "vp_stage": stage if model.virtual > 1 else None}
+    is_last = parallel_state.is_pipeline_last_stage(**of)
+    spec = gpt_layer_specs.get_gpt_layer_local_spec()
+    mtp_spec = None
+    if model.mtp and is_last:
+        mtp_spec = gpt_layer_specs.get_gpt_mtp_block_spec(
+            config, spec, use_transformer_engine=False, vp_stage=of["vp_stage"]
+        )
+    return GPTModel(
+        config, spec, vocab_size=VOCAB, max_sequence_length=SEQUENCE,
+        pre_process=parallel_state.is_pipeline_first_stage(**of), post_process=is_last,
+        share_embeddings_and_output_weights=model.tied, mtp_block_spec=mtp_spec,
+        position_embedding_type="rope", vp_stage=of["vp_stage"],
+    )  # fmt: skip
+
+
+def _hybrid(model: Model, config: Any, rank: Rank) -> Any:
+    needs_transformer_engine(rank.device)
+    from megatron_fused_ce.scripts.lib.local_stack_spec import stack_spec
+
+    shared: dict[str, Any] = dict(
+        vocab_size=VOCAB, max_sequence_length=SEQUENCE, position_embedding_type="rope",
+        share_embeddings_and_output_weights=model.tied,
+    )  # fmt: skip
+    if core_version() >= (0, 18):
+        from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+        return HybridModel(config, stack_spec, hybrid_layer_pattern="*-" + "/*-" * model.mtp, **shared)
+    from megatron.core.models.mamba.mamba_model import MambaModel
+
+    return MambaModel(config, stack_spec, hybrid_override_pattern="*-", **shared)
+
+
+def in_ddp(model: Model, rank: Rank) -> list[Any]:
+    """This rank's stages, first to last, each in Megatron's DDP."""
+    from megatron.core import distributed
+    from megatron.core.transformer.module import Float16Module
+
+    stages = build_stages(model, rank)
+    config = stages[0].config
+    if model.dtype == torch.bfloat16:
+        stages = [Float16Module(config, stage) for stage in stages]
+    of_ddp = distributed.DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, overlap_grad_reduce=model.overlap, bucket_size=1
+    )
+    wrapped = [distributed.DistributedDataParallel(config, of_ddp, stage) for stage in stages]
+    if model.overlap:
+        several = [stage.no_sync for stage in wrapped]
+        config.no_sync_func = several if model.virtual > 1 else several[0]
+    config.finalize_model_grads_func = distributed.finalize_model_grads
+    for stage in wrapped:
+        stage.zero_grad_buffer()
+    return wrapped
 
 
 class Training:
@@ -359,6 +462,25 @@ class Batch(NamedTuple):
     ids: torch.Tensor
     labels: torch.Tensor
     mask: torch.Tensor
+
+
+def draw(rank: Rank, generator: torch.Generator | int = 5, kept: float | None = None) -> Batch:
+    """A random micro-batch, the labels its tokens shifted; ``kept``: the share of the mask that is 1, else
+    any weights. A generator, or its seed."""
+    if isinstance(generator, int):
+        generator = torch.Generator().manual_seed(generator)
+    ids = torch.randint(0, VOCAB, (BATCH, SEQUENCE + 1), generator=generator).to(rank.device)
+    mask = torch.rand(BATCH, SEQUENCE, generator=generator).to(rank.device)
+    return Batch(ids[:, :-1], ids[:, 1:].contiguous(), mask if kept is None else (mask < kept).float())
+
+
+def losses_of(model: Any, batch: Batch, rank: Rank, **more: Any) -> Any:
+    """What the model gives for labels and mask, where it takes one."""
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    names = {cls.__name__ for module in modules for cls in type(module).__mro__}  # ModelOpt makes subclasses
+    takes_mask = "MambaModel" not in names or core_version() >= (0, 17)
+    given = {"labels": batch.labels, **({"loss_mask": batch.mask} if takes_mask else {}), **more}
+    return model(batch.ids, *positions_and_mask(rank), **given)
 
 
 def stock_logits(off: Any, ids: torch.Tensor, rank: Rank) -> torch.Tensor:

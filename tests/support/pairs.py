@@ -36,7 +36,7 @@ SCALED_EXP_OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 #: What needs the upstream gradients as they are.
-UPSTREAM_NOT_KNOWN = {("asked", "outputs"), ("skip_zero_upstream", True), ("skips", "zero upstream")}
+UPSTREAM_NOT_KNOWN = {("skip_zero_upstream", True), ("skips", "zero upstream")}
 
 LAYOUT = {
     "strategy": STRATEGIES,
@@ -62,7 +62,7 @@ AXES: dict[str, dict[str, tuple[Any, ...]]] = {
     # What only four ranks can break: rings of buffers, shards, merges and skipped tokens.
     "4 ranks": LAYOUT,
     "other results": {
-        "asked": ("outputs", "outputs without gradients", "distillation"),
+        "asked": ("outputs", "distillation"),
         "strategy": STRATEGIES[:3],
         "sequence_parallel": (False, True),
         "merge": ("packed", "all_reduce"),
