@@ -65,6 +65,8 @@ def test_against_fp64(name, strategy, backend, kind, share, device):
         kind = "plain"  # fp32, which this GEMM is not offered for: exponents of logits of 300 are off by 2e-5
     if (strategy, backend) == ("by columns", "fp16"):
         strategy = "recompute"  # the planner never takes it
+    if loss.temperatures and kind in ("high", "low"):
+        kind = "plain"  # beyond its softcap, where the entropy's gradient is below any rounding of a tanh
     if strategy == "grad_in_forward":
         share = 1.0  # the other upstream gradients must be known
         strategy = "store" if loss.temperatures else strategy

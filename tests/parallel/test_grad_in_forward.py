@@ -75,6 +75,7 @@ class Training(megatron.Training):
         model.config.finalize_model_grads_func = finalize_model_grads
         replica = parallel_state.get_data_parallel_rank()
         self.is_last_replica = replica == rank.size // (setup.tp * setup.pp) - 1
+        self.gains = of.skip_masked or setup.pp > 1  # either kind of a wrong loss
         self.generator = torch.Generator().manual_seed(5 + replica)
 
     def mask(self) -> Tensor:
@@ -92,7 +93,7 @@ class Training(megatron.Training):
 
         def step(data: Any, model: Any) -> tuple[Tensor, Any]:
             last, mask = next(data) == NUM_MICRO_BATCHES - 1, self.mask()
-            used = one_token_changed(mask) if wrong and last else mask
+            used = one_token_changed(mask, self.gains) if wrong and last else mask
             return self.losses(model, loss_mask=mask), lambda losses: (
                 (losses.float() * used).sum() / used.sum().clamp(min=1), {}
             )  # fmt: skip
@@ -117,9 +118,10 @@ class Training(megatron.Training):
         return [p.main_grad.clone() for p in self.model.parameters() if p.requires_grad]
 
 
-def one_token_changed(mask: Tensor) -> Tensor:
-    changed = mask.clone()
-    changed.view(-1)[mask.view(-1).argmin()] = 1.0
+def one_token_changed(mask: Tensor, gains: bool = False) -> Tensor:
+    """A token that counted does not; ``gains``: a masked one does."""
+    changed, flat = mask.clone(), mask.view(-1)
+    changed.view(-1)[flat.argmin() if gains else flat.argmax()] = float(gains)
     return changed
 
 
@@ -423,7 +425,7 @@ def test_an_all_masked_micro_batch(rank: Rank):
 
     def nothing_but_one(training: Training) -> None:
         training.zero_grad()
-        training.backward_of(training.losses(loss_mask=nothing), one_token_changed(nothing))
+        training.backward_of(training.losses(loss_mask=nothing), one_token_changed(nothing, gains=True))
         training.sync()
 
     pair = Pair(rank, Setup(tp=rank.size))
