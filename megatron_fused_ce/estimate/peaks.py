@@ -68,10 +68,10 @@ class Estimate:
         return next(moment for moment in self.moments if moment.name == name)
 
 
-def estimate(setting: Setting, head: HeadMemory) -> Estimate:
-    """The largest moment of each kind over all stages."""
+def estimate(setting: Setting, head: HeadMemory, *, last_stage: bool = False) -> Estimate:
+    """The largest moment of each kind over all stages, or of the last one alone."""
     worst: dict[str, Moment] = {}
-    for stage in statics.stages(setting):
+    for stage in statics.stages(setting)[-1 if last_stage else 0 :]:
         for moment in _moments(setting, stage, head):
             if moment.name not in worst or moment.total > worst[moment.name].total:
                 worst[moment.name] = moment
