@@ -106,6 +106,7 @@ def _held(setting: Setting, stage: Stage, head: HeadMemory, static: Static) -> d
         "gathered weights": statics.gathered(setting, stage),
         "dummy gradients": statics.dummy_gradients(setting, stage),
         "libraries": statics.libraries(setting, stock_head=head.stock and stage.last),
+        "measured beside the plan": setting.beside,
     }
 
 
@@ -134,6 +135,7 @@ class _Activations:
         predicted = setting.model.mtp_num_layers if stage.last else 0
         #: The chunk that ends at the head, or at the next stage: its backward runs first.
         last = next((chunk for chunk in reversed(stage.chunks) if chunk), ())  # a layout may leave one empty
+        self.ends_full = bool(stage.chunks[-1]) or predicted > 0
         self.last = (*last, *[blocks.prediction_layer(setting.model)] * predicted)
         #: Sizes of each block, and bytes that a layer keeps; by object, since those of a kind are one.
         kinds = {id(layer): layer for layer in (*stage.layers, *self.last)}
@@ -145,8 +147,8 @@ class _Activations:
             self.kept[depth] += 4 * self.row
 
     def waiting(self) -> int:
-        """Bytes kept by all layers when the last forward is done."""
-        return self._bytes(self._other_chunks() + sum(self.kept))
+        """Bytes kept by all layers when the last forward is done; a layout may end with an empty chunk."""
+        return self._bytes(self._other_chunks() + (sum(self.kept) if self.ends_full else 0))
 
     def final_norm(self) -> int:
         """Bytes of the final norm's input and output, for each use of the head."""

@@ -208,4 +208,11 @@ def libraries(setting: Setting, *, stock_head: bool) -> int:
         scores = setting.itemsize * heads * training.sequence * setting.num_tokens
     if stock_head or not training.transformer_engine:
         rows = round(blocks.gathered_row(setting) * setting.num_tokens)
+    if model.mixture and model.mixture.gathers:
+        parallel = setting.parallel
+        ranks = parallel.expert * parallel.expert_tensor
+        gathered = (
+            setting.itemsize * model.hidden_size * setting.num_tokens * ranks // parallel.sequence_parts
+        )
+        rows = max(rows, gathered)
     return held + max(scores, rows)

@@ -28,8 +28,8 @@ LIST = REPOSITORY / "tests" / "tools" / "megatron_records.tsv"
 PROGRAMS = ("pretrain_gpt.py", "pretrain_mamba.py", "pretrain_hybrid.py")
 #: Kinds of tests that pretrain; among them are some of inference and of RL.
 KINDS = ("gpt", "gpt-nemo", "hybrid", "mixtral", "moe")
-#: Rows of the vocabulary where a test names files alone: GPT-2's.
-VOCABULARY = 50257
+#: Rows of the vocabulary where a test names files alone, by a part of the file's name.
+VOCABULARIES = {"vocab.json": 50257, "nemotron_2_256k": 256000, "tokenizer.model": 32000}
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class Case:
 
     @property
     def launch(self) -> str:
-        program = self.program or "pretrain_gpt.py"
-        return f"torchrun --nproc-per-node {self.gpus} {program} {shlex.join(self.words)}"
+        start = f"torchrun --nproc-per-node {self.gpus} {self.program}" if self.program else "pretrain_gpt.py"
+        return f"{start} {shlex.join(self.words)}"
 
     @property
     def pretrains(self) -> bool:
@@ -111,7 +111,8 @@ def _words(name: str, value: Any) -> list[str]:
 
 def _with_vocabulary(words: list[str], version: str) -> list[str]:
     if "--vocab-size" not in words:
-        return [*words, "--vocab-size", str(VOCABULARY)] if "--vocab-file" in words else words
+        sizes = [size for part, size in VOCABULARIES.items() if any(part in word for word in words)]
+        return [*words, "--vocab-size", str(sizes[0])] if sizes else words
     if "NullTokenizer" in words and int(version.split(".")[1]) < 18:  # it adds its end of document
         place = words.index("--vocab-size") + 1
         return [*words[:place], str(int(words[place]) + 1), *words[place + 1 :]]

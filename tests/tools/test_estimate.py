@@ -546,14 +546,6 @@ def test_a_budget_where_only_a_smaller_head_fits():
     assert found.recommended.peak <= between
 
 
-def test_a_smaller_head_is_named_where_the_head_still_bounds():
-    found = plan_of(["--model", "qwen3-0.6b", "--seq-length", "16384",
-                     "--recompute-granularity", "full"]).advice  # fmt: skip
-    assert found.recommended.estimate.bound.name == "head"
-    assert found.smaller is not None and found.smaller.peak < 0.99 * found.recommended.peak
-    assert found.smaller.head.relative_time > found.recommended.head.relative_time
-
-
 def test_tight_is_told_apart():
     """Free memory below 0.3 of the largest tensor; the fp32 logits of the unfused path have 4*T*V bytes."""
     one = setting(replace(MODERN, vocab_size=100_000), sequence=8192)
