@@ -56,7 +56,7 @@ setup(
         "megatron_fused_ce.scripts.lib",
         "megatron_fused_ce.scripts.runs",
     ],
-    package_data={"megatron_fused_ce": ["py.typed", "estimate/arguments.tsv"]},
+    package_data={"megatron_fused_ce": ["py.typed", "estimate/*.tsv"]},
     install_requires=[
         # Tensors, autograd, the collectives and the matrix products. 2.6 is the oldest that runs in the
         # NGC containers of megatron-core 0.15.

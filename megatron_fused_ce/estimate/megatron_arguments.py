@@ -319,7 +319,7 @@ def _model(given: argparse.Namespace, hybrid: bool) -> DecoderSizes:
     rotary = embedding in ("rope", "yarn", "mrope") or given.use_rotary_position_embeddings
     ffn = given.ffn_hidden_size
     if ffn is None:
-        ffn = int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden
+        ffn = int(4 * hidden * 2 / 3 / 64) * 64 if given.swiglu else 4 * hidden
     positions = 0
     if embedding == "learned_absolute" and not rotary and given.add_position_embedding:
         positions = given.max_position_embeddings or _needed(given, "seq_length")

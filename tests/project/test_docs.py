@@ -138,7 +138,7 @@ def test_troubleshooting_has_what_plan_predicts(capsys):
     flags = {alone: [], with_budget: ["--fused-ce-memory-mb", budget]}
     for peak, more in {**flags, recompute: ["--fused-ce-strategy", "recompute"]}.items():
         estimate.main([*launch, *more])
-        out = capsys.readouterr().out
+        out = " ".join(capsys.readouterr().out.split())
         assert f"peak {peak}" in out and f", {without} without" in out
 
 

@@ -253,6 +253,33 @@ def test_a_model_that_cannot_be_planned_has_a_head():
     assert found.doubts and found.advice.baseline.head == plain.advice.baseline.head
 
 
+def test_ratios_of_015_and_016_are_a_pattern():
+    """examples/mamba/train.sh, 8B: 4 attention layers and 28 MLPs of 56."""
+    words = (
+        "--num-layers 56 --hidden-size 4096 --num-attention-heads 32 --group-query-attention"
+        " --num-query-groups 8 --hybrid-attention-ratio 0.08 --hybrid-mlp-ratio 0.5 --seq-length 4096"
+        " --untie-embeddings-and-output-weights --normalization RMSNorm --disable-bias-linear --bf16"
+        " --position-embedding-type none --tensor-model-parallel-size 4 --sequence-parallel"
+        " --vocab-size 256000"
+    )
+    one = setting_of(["--from-launch", f"torchrun --nproc-per-node 8 pretrain_mamba.py {words}"])
+    assert one.model.pattern == "M-M-M--M-M*-M-M-M-M--M*-M-M-M-M-M*--M-M-M-M-M*-M--M-M-M-"
+    assert round(static.parameters(one) / 1e9, 2) == 8.65
+    alone = setting_of(["--from-launch", f"pretrain_mamba.py {TINY}"])
+    assert alone.model.pattern == "MM"
+
+
+def test_a_quick_geglu_is_a_gate_and_learned_positions_can_be_none():
+    """The gate's rows are counted; a launch with it still gets no verdict, since what it keeps is not."""
+    gate = plan_of(["--from-launch", f"{TINY} --quick-geglu"])
+    sizes = static.parameters(gate.setting), static.parameters(tiny("--swiglu"))
+    assert gate.setting.model.gated and sizes[0] > sizes[1]  # 4H rows, where SwiGLU takes 8/3 H
+    assert gate.doubts == ["--quick-geglu may change memory and is not counted"]
+    assert tiny().model.learned_positions == 128
+    assert tiny("--no-position-embedding").model.learned_positions == 0
+    assert tiny("--padded-vocab-size", "384").padded_vocab_size == 384
+
+
 @on_checkouts
 def test_the_file_has_every_argument_of_megatrons_parser(checkout):
     """With the default of that version and the kind of each option; and every class is one that is known."""
