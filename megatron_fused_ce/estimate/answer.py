@@ -41,6 +41,7 @@ SENTENCES = {
     "hint": "Another layout is tried by naming it: --tensor-model-parallel-size 4, say, {beside}.",
     "measured": "Megatron measured {measured} GiB, the largest rank's, where {planned} are planned: all "
     "figures are moved by the difference.",
+    "measured alone": "Megatron measured a peak of {measured} GiB, the largest rank's.",
     "measured before": "The run in the log, without these changes, peaked at {measured} GiB (Megatron's max "
     "allocated, the largest rank's).",
     # With --explain.
@@ -182,6 +183,8 @@ def _short(result: Result) -> Iterator[Said]:
         yield say("bounded", name=name, clause=clause)
     if result.measured and not result.doubts:
         yield say("measured", measured=gib(result.measured), planned=gib(result.planned))
+    elif result.measured and result.judged.uncounted:
+        yield say("measured alone", measured=gib(result.measured))
     elif launch and launch.measured_bytes and not launch.as_logged:
         yield say("measured before", measured=gib(launch.measured_bytes))
     if not result.doubts:

@@ -105,7 +105,7 @@ class Judged:
         plain = [name for name, clause in self.uncounted.items() if clause == name + UNKNOWN]
         clauses = [clause for name, clause in self.uncounted.items() if name not in plain]
         if len(clauses) > 1:
-            clauses = [clauses[0], f"{len(clauses) - 1} more like it"]
+            clauses = [f"{clauses[0]}, and {len(clauses) - 1} more"]
         if len(plain) > 1:
             *names, last = plain
             if len(names) > MOST_NAMES:

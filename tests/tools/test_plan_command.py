@@ -193,7 +193,7 @@ PLAIN = "may change memory and is not counted"
         ("--seq-lenght 64", "--seq-lenght is none of Megatron's arguments (did you mean --seq-length?)"),
         ("--fused-chuncked-ce", "(did you mean --fused-chunked-ce?)"),
         ("--tp-comm-overlap --squared-relu --zero-stage 2", f"--tp-comm-overlap {PLAIN}"),
-        ("--zero-stage 2 --deepspeed", "--zero-stage is none of Megatron's arguments; 1 more like it"),
+        ("--zero-stage 2 --deepspeed", "--zero-stage is none of Megatron's arguments, and 1 more"),
         ("--use-megatron-fsdp", f"--use-megatron-fsdp {PLAIN}"),
         ("--pipeline-model-parallel-layout Et*2,m|L --pp 2", "prediction before the last stage is not"),
         ("--pipeline-model-parallel-layout Et|t,m,L --pp 2", ""),

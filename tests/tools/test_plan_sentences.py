@@ -46,6 +46,7 @@ CASES = {
     "budget": (f"{BUDGET} 10", f"{BUDGET} 416"),
     "hint": (WHOLE, DIVIDED),
     "measured": (LOG, f"{LOG} --micro-batch-size 2"),
+    "measured alone": ("--from-log {fp8} --gpu h200", "--from-log {fp8} --gpu h200 --ignore fp8-format"),
     "measured before": (f"{LOG} --micro-batch-size 2", LOG),
     "place": (EITHER, LONG),
     "places": (LONG, EITHER),
@@ -76,7 +77,9 @@ def logs(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("logs")
     for name, line in behind.items():
         (folder / name).write_text("\n".join([begin, *block, end, line, ""]))
-    return {name: folder / name for name in behind}
+    fp8 = f"  fp8 {'.' * 45} hybrid"
+    (folder / "fp8").write_text("\n".join([begin, *block, fp8, end, behind["log"], ""]))
+    return {name: folder / name for name in (*behind, "fp8")}
 
 
 @functools.cache
