@@ -193,7 +193,7 @@ def _short(result: Result) -> Iterator[Said]:
                 sizes = {"sum": way.peak, "left": advice.gpu.usable - way.peak, "largest": way.head.largest}
                 yield say("tight", part=TIGHT, **{name: gib(size) for name, size in sizes.items()})
         if advice.decision == "does not fit":
-            yield say("hint", beside="beside the launch" if launch else "here")
+            yield say("hint", beside="beside the launch" if launch else "beside the model")
     if advice.recommended.head.missed_budget:
         head = advice.recommended.head
         yield say("budget", budget=head.missed_budget, least=-(-head.predicted // MIB))

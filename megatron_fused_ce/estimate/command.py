@@ -221,7 +221,7 @@ def _read(words: Sequence[str]) -> _Read:
     as_launched = {name: value for name, value in vars(known).items() if value is not None}
     given = _parser(own=True).parse_args(words, namespace=known)
     given.model = first.model
-    judged = _judged(launch, given, own) if launch else Judged()
+    judged = _judged(launch, given, own)
     if launch:
         same = all(vars(given)[name] == value for name, value in as_launched.items())
         launch = replace(launch, as_logged=same and given.gpus in (None, launch.gpus))
@@ -242,8 +242,10 @@ def _read(words: Sequence[str]) -> _Read:
     return _Read(given, setting, launch, notes, judged, _versions(given, launch))
 
 
-def _judged(launch: TrainingLaunch, given: argparse.Namespace, own: Parser) -> Judged:
-    """What of a launch is not counted and not vouched for."""
+def _judged(launch: TrainingLaunch | None, given: argparse.Namespace, own: Parser) -> Judged:
+    """What of a launch is not counted and not vouched for; of a model by name what is bounded alone."""
+    if launch is None:
+        return closed_world.judge({}, given, ())
     ours = {name for action in own._actions for name in (action.dest, *action.option_strings)}
     logged = launch.logged is not None
     values = launch.logged if launch.logged is not None else closed_world.stated(launch.arguments)
