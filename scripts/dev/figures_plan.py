@@ -15,13 +15,13 @@ from typing import Any
 
 from megatron_fused_ce import planner
 from megatron_fused_ce.config import STRATEGY_CHOICES, FusedCEConfig
-from megatron_fused_ce.estimate import command
-from megatron_fused_ce.estimate.advice import Gpu
-from megatron_fused_ce.estimate.heads import HeadMemory, plugin_head, stock_heads
-from megatron_fused_ce.estimate.named_models import MODELS
-from megatron_fused_ce.estimate.peaks import estimate
-from megatron_fused_ce.estimate.setting import DecoderSizes, Parallel, Setting, StepSettings
-from megatron_fused_ce.estimate.static import CUBLAS_WORKSPACE
+from megatron_fused_ce.plan import command
+from megatron_fused_ce.plan.advice import Gpu
+from megatron_fused_ce.plan.heads import HeadMemory, plugin_head, stock_heads
+from megatron_fused_ce.plan.named_models import MODELS
+from megatron_fused_ce.plan.peaks import estimate
+from megatron_fused_ce.plan.setting import DecoderSizes, Parallel, Setting, StepSettings
+from megatron_fused_ce.plan.static import CUBLAS_WORKSPACE
 from megatron_fused_ce.planner import MIB, Plan, PlanInputs
 from megatron_fused_ce.scripts.lib import results
 from megatron_fused_ce.scripts.lib.results import REPOSITORY

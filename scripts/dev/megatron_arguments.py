@@ -1,9 +1,9 @@
-"""Every argument of Megatron's parsers, in ``megatron_fused_ce/estimate/arguments.tsv``.
+"""Every argument of Megatron's parsers, in ``megatron_fused_ce/plan/arguments.tsv``.
 
     python -m megatron_fused_ce.scripts.dev.megatron_arguments CHECKOUT...
 
 writes names and defaults anew from checkouts of Megatron-LM, one a version, oldest first. Classes are kept
-by hand in the file (``estimate/closed_world.py`` says what each means): the script leaves them, gives a new
+by hand in the file (``plan/closed_world.py`` says what each means): the script leaves them, gives a new
 argument none (``-``), and keeps what only a log prints. Beside ``none`` it names files that read it.
 """
 
@@ -17,7 +17,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from megatron_fused_ce.estimate.closed_world import FILE
+from megatron_fused_ce.plan.closed_world import FILE
 from megatron_fused_ce.scripts.dev.megatron_records import version
 from megatron_fused_ce.scripts.lib.results import REPOSITORY
 

@@ -1,4 +1,4 @@
-"""Peaks that NVIDIA's CI measured on H100s, with the launch of each: ``tests/tools/megatron_records.tsv``.
+"""Peaks that NVIDIA's CI measured on H100s, with the launch of each: ``tests/plan/megatron_records.tsv``.
 
     python -m megatron_fused_ce.scripts.dev.megatron_records CHECKOUT...
 
@@ -24,7 +24,7 @@ from typing import Any
 
 from megatron_fused_ce.scripts.lib.results import REPOSITORY
 
-LIST = REPOSITORY / "tests" / "tools" / "megatron_records.tsv"
+LIST = REPOSITORY / "tests" / "plan" / "megatron_records.tsv"
 PROGRAMS = ("pretrain_gpt.py", "pretrain_mamba.py", "pretrain_hybrid.py")
 #: Kinds of tests that pretrain; among them are some of inference and of RL.
 KINDS = ("gpt", "gpt-nemo", "hybrid", "mixtral", "moe")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_fused_ce.adapter.arguments import add_arguments
-from megatron_fused_ce.estimate import command as estimate
+from megatron_fused_ce.plan import command as estimate
 from megatron_fused_ce.scripts.dev import figures
 from megatron_fused_ce.scripts.lib import results
 

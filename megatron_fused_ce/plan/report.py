@@ -8,10 +8,10 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from megatron_fused_ce.adapter.arguments import FLAG
-from megatron_fused_ce.estimate.advice import Way
-from megatron_fused_ce.estimate.answer import LOSSES, Result, gib, sentences, tokens
-from megatron_fused_ce.estimate.setting import Setting
-from megatron_fused_ce.estimate.static import parameters, stages, static
+from megatron_fused_ce.plan.advice import Way
+from megatron_fused_ce.plan.answer import LOSSES, Result, gib, sentences, tokens
+from megatron_fused_ce.plan.setting import Setting
+from megatron_fused_ce.plan.static import parameters, stages, static
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -1,6 +1,6 @@
 """Megatron's own arguments that decide how many bytes a GPU holds, and the setting from them.
 
-Names, types and defaults are those of Megatron's parser (core_v0.19.0; ``tests/tools/test_plan_command.py``
+Names, types and defaults are those of Megatron's parser (core_v0.19.0; ``tests/plan/test_command.py``
 compares them). What other arguments do is in ``arguments.tsv`` (:mod:`closed_world`).
 """
 
@@ -16,7 +16,7 @@ from megatron_fused_ce.adapter.arguments import config_from_args
 from megatron_fused_ce.command_line import BILLION, whole
 from megatron_fused_ce.command_line import number as share
 from megatron_fused_ce.config import FusedCEConfig
-from megatron_fused_ce.estimate.setting import (
+from megatron_fused_ce.plan.setting import (
     RECOMPUTE_MODULES,
     SHARDINGS,
     DecoderSizes,
@@ -60,7 +60,7 @@ _FSDP_SHARDING = {
 }
 MOST_LAYERS = 10**5
 #: Tokens of the busiest rank's experts over an even spread: no router spreads them evenly in every step (the
-#: records of tests/tools/megatron_records.tsv lie at 1.0 to 1.3).
+#: records of tests/plan/megatron_records.tsv lie at 1.0 to 1.3).
 BUSIEST = 1.1
 _LOCAL_ATTENTION = ("unfused", "local")
 #: Layers of a hybrid model that are counted: Mamba, attention, MLP, experts.

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fused_ce.estimate.command import plan_of
-from megatron_fused_ce.estimate.peaks import estimate
+from megatron_fused_ce.plan.command import plan_of
+from megatron_fused_ce.plan.peaks import estimate
 from megatron_fused_ce.scripts.dev import megatron_records
 from tests.support.checkouts import on_checkouts
 

@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from megatron_fused_ce.estimate import blocks
-from megatron_fused_ce.estimate import static as statics
-from megatron_fused_ce.estimate.blocks import Block, Layer
-from megatron_fused_ce.estimate.heads import HeadMemory
-from megatron_fused_ce.estimate.setting import Setting
-from megatron_fused_ce.estimate.static import Stage, Static
+from megatron_fused_ce.plan import blocks
+from megatron_fused_ce.plan import static as statics
+from megatron_fused_ce.plan.blocks import Block, Layer
+from megatron_fused_ce.plan.heads import HeadMemory
+from megatron_fused_ce.plan.setting import Setting
+from megatron_fused_ce.plan.static import Stage, Static
 
 #: The three moments, and how they are called.
 MOMENTS = {

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fused_ce.estimate import answer, command, report
-from megatron_fused_ce.estimate.advice import DECISIONS, WORTH
-from megatron_fused_ce.estimate.answer import SENTENCES, sentences
-from megatron_fused_ce.estimate.command import plan_of
-from megatron_fused_ce.estimate.named_models import MODELS
+from megatron_fused_ce.plan import answer, command, report
+from megatron_fused_ce.plan.advice import DECISIONS, WORTH
+from megatron_fused_ce.plan.answer import SENTENCES, sentences
+from megatron_fused_ce.plan.command import plan_of
+from megatron_fused_ce.plan.named_models import MODELS
 from megatron_fused_ce.scripts.lib import results
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,7 +64,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def logs(tmp_path_factory) -> dict[str, Path]:
-    """As Megatron prints them; tests/tools/test_megatron_log.py has the ways in which one reaches a file."""
+    """As Megatron prints them; tests/plan/test_megatron_log.py has the ways in which one reaches a file."""
     words = f"{MODELS['llama-3.2-1b'].arguments} --seq-length 4096 --bf16"
     planned = plan_of(["--from-launch", words, "--gpus", "1"]).planned / 2**20
     values = vars(command._parser(own=False).parse_args(words.split())) | {"world_size": 1}

@@ -29,8 +29,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron_fused_ce.estimate.megatron_arguments import flash_attention
-from megatron_fused_ce.estimate.setting import Setting
+from megatron_fused_ce.plan.megatron_arguments import flash_attention
+from megatron_fused_ce.plan.setting import Setting
 
 FILE = Path(__file__).with_name("arguments.tsv")
 #: Programs that train what a plan counts.

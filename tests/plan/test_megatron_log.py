@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fused_ce.estimate import closed_world, command, megatron_log
-from megatron_fused_ce.estimate.answer import sentences
-from megatron_fused_ce.estimate.command import plan_of, setting_of
-from megatron_fused_ce.estimate.static import stages, static
+from megatron_fused_ce.plan import closed_world, command, megatron_log
+from megatron_fused_ce.plan.answer import sentences
+from megatron_fused_ce.plan.command import plan_of, setting_of
+from megatron_fused_ce.plan.static import stages, static
 from megatron_fused_ce.scripts.dev import megatron_records
 from tests.support.checkouts import on_checkouts
 

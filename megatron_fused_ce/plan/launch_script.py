@@ -97,8 +97,8 @@ def of_script(
         ImportError: the parser of bash is not installed.
         ValueError: no training is launched, or several, or with a variable that has no value.
     """
-    from megatron_fused_ce.estimate.closed_world import harmless
-    from megatron_fused_ce.estimate.shell_words import Reader, readable, unknowns
+    from megatron_fused_ce.plan.closed_world import harmless
+    from megatron_fused_ce.plan.shell_words import Reader, readable, unknowns
 
     lines = re.findall(r"^#SBATCH\s+(.*)", text, re.MULTILINE)
     slurm = [word for line in lines for word in shlex.split(line, comments=True)]
@@ -132,7 +132,7 @@ def of_script(
 
 def _the_launch(found: Sequence[tuple[list[str], str]], known: Collection[str]) -> tuple[list[str], int]:
     """The only command that starts a training, and the place of the Python script in it."""
-    from megatron_fused_ce.estimate.shell_words import readable, unknowns
+    from megatron_fused_ce.plan.shell_words import readable, unknowns
 
     launches = {}
     for words, why in found:
@@ -216,7 +216,7 @@ def _value_of(names: Sequence[str], words: Sequence[str]) -> str | None:
 
 def _missing(words: Sequence[str], needed: Collection[str]) -> list[tuple[str, str]]:
     """What is not known of arguments that are needed: a variable or a text, and the argument."""
-    from megatron_fused_ce.estimate.shell_words import unknown, unknowns
+    from megatron_fused_ce.plan.shell_words import unknown, unknowns
 
     missing = []
     for before, word in zip(("", *words), words, strict=False):

@@ -15,10 +15,10 @@ import pytest
 
 import megatron_fused_ce
 from megatron_fused_ce import __main__ as package_command
-from megatron_fused_ce.estimate import closed_world, command, static
-from megatron_fused_ce.estimate.command import plan_of, setting_of
-from megatron_fused_ce.estimate.named_models import MODELS
-from megatron_fused_ce.estimate.setting import Recompute
+from megatron_fused_ce.plan import closed_world, command, static
+from megatron_fused_ce.plan.command import plan_of, setting_of
+from megatron_fused_ce.plan.named_models import MODELS
+from megatron_fused_ce.plan.setting import Recompute
 from megatron_fused_ce.scripts.dev import figures_plan as check_plan
 from megatron_fused_ce.scripts.dev import megatron_arguments as megatron_arguments_script
 from megatron_fused_ce.scripts.dev import megatron_records
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TINY = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 256 --seq-length 128"
 
 
-# --- launch scripts: tests/tools/launch_scripts.txt has what is read of them -------------------------
+# --- launch scripts: tests/plan/launch_scripts.txt has what is read of them -------------------------
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ EXAMPLES = sorted(path for path in (ROOT / "scripts" / "examples").glob("*.sh") 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_the_examples_can_be_planned_and_have_the_models_size(example):
     """GPUs and parameters are those that tests/tools/test_examples.py finds through Megatron's own parser."""
-    from megatron_fused_ce.estimate.static import parameters
+    from megatron_fused_ce.plan.static import parameters
     from tests.support.launches import LAUNCHES
 
     found = plan_of(["--from-launch", str(example)])
@@ -536,7 +536,7 @@ def test_what_a_script_lacks_is_asked_for_and_what_it_has_not_is_an_error(tmp_pa
 
 def test_without_the_parser_of_bash(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "tree_sitter_bash", None)
-    monkeypatch.delitem(sys.modules, "megatron_fused_ce.estimate.shell_words", raising=False)
+    monkeypatch.delitem(sys.modules, "megatron_fused_ce.plan.shell_words", raising=False)
     script = tmp_path / "train.sh"
     script.write_text(f"python pretrain_gpt.py {TINY}\n")
     assert command.main(["--from-launch", str(script)]) == 2

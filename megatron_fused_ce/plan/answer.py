@@ -1,7 +1,7 @@
 """What a plan says: the list of its sentences, and which of them hold.
 
 Every line that ``plan`` prints outside its tables is one of :data:`SENTENCES`;
-``tests/tools/test_plan_sentences.py`` makes each of them true and, in a neighbour case, false.
+``tests/plan/test_sentences.py`` makes each of them true and, in a neighbour case, false.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_fused_ce.adapter.arguments import FLAG
-from megatron_fused_ce.estimate.advice import LENGTH_STEP, LONGEST, TIGHT, Advice, Way
-from megatron_fused_ce.estimate.closed_world import UNKNOWN, Judged
-from megatron_fused_ce.estimate.heads import StockPath
-from megatron_fused_ce.estimate.launch_script import TrainingLaunch
-from megatron_fused_ce.estimate.peaks import MOMENTS
-from megatron_fused_ce.estimate.setting import Setting
-from megatron_fused_ce.estimate.static import parameters
+from megatron_fused_ce.plan.advice import LENGTH_STEP, LONGEST, TIGHT, Advice, Way
+from megatron_fused_ce.plan.closed_world import UNKNOWN, Judged
+from megatron_fused_ce.plan.heads import StockPath
+from megatron_fused_ce.plan.launch_script import TrainingLaunch
+from megatron_fused_ce.plan.peaks import MOMENTS
+from megatron_fused_ce.plan.setting import Setting
+from megatron_fused_ce.plan.static import parameters
 from megatron_fused_ce.planner import MIB
 
 GIB = 2**30

@@ -19,14 +19,14 @@ from megatron_fused_ce.command_line import (
     whole,
     writable_file,
 )
-from megatron_fused_ce.estimate import closed_world, launch_script, megatron_arguments, megatron_log
-from megatron_fused_ce.estimate.advice import Gpu, advise
-from megatron_fused_ce.estimate.answer import GIB, OFF, Result
-from megatron_fused_ce.estimate.closed_world import Judged
-from megatron_fused_ce.estimate.heads import StockPath
-from megatron_fused_ce.estimate.launch_script import TrainingLaunch
-from megatron_fused_ce.estimate.named_models import MODELS, known_name
-from megatron_fused_ce.estimate.setting import SHARDINGS, Setting
+from megatron_fused_ce.plan import closed_world, launch_script, megatron_arguments, megatron_log
+from megatron_fused_ce.plan.advice import Gpu, advise
+from megatron_fused_ce.plan.answer import GIB, OFF, Result
+from megatron_fused_ce.plan.closed_world import Judged
+from megatron_fused_ce.plan.heads import StockPath
+from megatron_fused_ce.plan.launch_script import TrainingLaunch
+from megatron_fused_ce.plan.named_models import MODELS, known_name
+from megatron_fused_ce.plan.setting import SHARDINGS, Setting
 
 #: No machine of today has as much.
 MOST_RANKS, MOST_GIB = 10**6, 10**6
@@ -347,10 +347,10 @@ def _other_path(bytes_per_logit: float) -> StockPath:
 
 
 def _output(result: Result, given: argparse.Namespace) -> None:
-    from megatron_fused_ce.estimate import report
+    from megatron_fused_ce.plan import report
 
     if given.plot:
-        from megatron_fused_ce.estimate import plot
+        from megatron_fused_ce.plan import plot
 
         plot.draw(result.advice, _title(result), given.plot)
     if given.json:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from megatron_fused_ce.config import STRATEGY_CHOICES
-from megatron_fused_ce.estimate import heads
-from megatron_fused_ce.estimate.heads import HeadMemory, StockPath
-from megatron_fused_ce.estimate.peaks import Estimate, estimate
-from megatron_fused_ce.estimate.setting import Setting
+from megatron_fused_ce.plan import heads
+from megatron_fused_ce.plan.heads import HeadMemory, StockPath
+from megatron_fused_ce.plan.peaks import Estimate, estimate
+from megatron_fused_ce.plan.setting import Setting
 from megatron_fused_ce.planner import MIB
 
 #: Sequences are searched in multiples of this many tokens and of the ranks that divide them, up to

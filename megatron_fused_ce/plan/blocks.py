@@ -4,7 +4,7 @@ A layer of a GPT is attention and an MLP (or experts); a layer of a hybrid model
 figure is bytes for one of the ``T`` tokens of the tensor-parallel group, on one rank.
 
 Source: Korthikanti et al. 2022 (arXiv:2205.05198), equations 1 to 4, which these come to for the layer of
-that paper (``tests/tools/test_estimate.py``), with what has changed since:
+that paper (``tests/plan/test_sums.py``), with what has changed since:
 
 - flash attention keeps one fp32 a head and token where attention kept its scores;
 - with grouped queries, keys and values are smaller than queries;
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
-from megatron_fused_ce.estimate.setting import DecoderSizes, Mixture, Setting
+from megatron_fused_ce.plan.setting import DecoderSizes, Mixture, Setting
 
 FP32 = 4
 #: Of a dropout's mask.

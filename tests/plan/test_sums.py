@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_fused_ce.config import STRATEGY_CHOICES, FusedCEConfig
-from megatron_fused_ce.estimate import advice, blocks, heads, static
-from megatron_fused_ce.estimate.advice import Gpu, advise
-from megatron_fused_ce.estimate.command import plan_of, setting_of
-from megatron_fused_ce.estimate.named_models import MODELS
-from megatron_fused_ce.estimate.peaks import Estimate, estimate
-from megatron_fused_ce.estimate.setting import (
+from megatron_fused_ce.plan import advice, blocks, heads, static
+from megatron_fused_ce.plan.advice import Gpu, advise
+from megatron_fused_ce.plan.command import plan_of, setting_of
+from megatron_fused_ce.plan.named_models import MODELS
+from megatron_fused_ce.plan.peaks import Estimate, estimate
+from megatron_fused_ce.plan.setting import (
     DecoderSizes,
     Latent,
     Mixture,
@@ -258,7 +258,7 @@ def test_micro_batches_in_flight(pipeline, chunks, micro_batches, layers):
     model = replace(MODERN, num_layers=pipeline * chunks)
     parallel = Parallel(gpus=pipeline, pipeline=pipeline, chunks=chunks)
     one = setting(model, parallel, num_micro_batches=micro_batches)
-    from megatron_fused_ce.estimate.peaks import _Activations
+    from megatron_fused_ce.plan.peaks import _Activations
 
     waiting = [_Activations(one, stage).waiting() for stage in static.stages(one)]
     a_layer = kept_by_a_layer(one) * one.num_tokens

@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_fused_ce.estimate import blocks
-from megatron_fused_ce.estimate.blocks import Layer, Weight
-from megatron_fused_ce.estimate.setting import Setting
+from megatron_fused_ce.plan import blocks
+from megatron_fused_ce.plan.blocks import Layer, Weight
+from megatron_fused_ce.plan.setting import Setting
 from megatron_fused_ce.planner import MIB
 
 #: cuBLAS's workspace on Hopper, one of Transformer Engine's own products and one of torch's for each

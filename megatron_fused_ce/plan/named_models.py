@@ -3,7 +3,7 @@
 Sizes are those of the ``config.json`` that each model is published with (``source`` names it), checked
 against Megatron settings of others: NeMo at 8cfedd7 (``nemo/collections/llm/gpt/model``: Llama, Qwen,
 DeepSeek), Megatron-Bridge at 067f987 (``docs/models``: Nemotron, Gemma, GPT-OSS, GLM, Mistral) and slime at
-624b824 (``scripts/models``: Qwen3, GLM, Kimi, Moonlight). ``tests/tools/test_estimate.py`` counts them.
+624b824 (``scripts/models``: Qwen3, GLM, Kimi, Moonlight). ``tests/plan/test_sums.py`` counts them.
 
 Counted otherwise than they are: Gemma's GELU gate as SwiGLU; OLMo 2's norms, behind its blocks alone, as one
 before each; GPT-OSS's windows and sinks as plain attention.
