@@ -47,7 +47,7 @@ setup(
     packages=[
         "megatron_fused_ce",
         "megatron_fused_ce.adapter",
-        "megatron_fused_ce.estimate",
+        "megatron_fused_ce.plan",
         "megatron_fused_ce.kernels",
         "megatron_fused_ce.logits",
         "megatron_fused_ce.losses",
@@ -56,7 +56,7 @@ setup(
         "megatron_fused_ce.scripts.lib",
         "megatron_fused_ce.scripts.runs",
     ],
-    package_data={"megatron_fused_ce": ["py.typed"]},
+    package_data={"megatron_fused_ce": ["py.typed", "plan/*.tsv"]},
     install_requires=[
         # Tensors, autograd, the collectives and the matrix products. 2.6 is the oldest that runs in the
         # NGC containers of megatron-core 0.15.

@@ -20,10 +20,10 @@ from megatron_fused_ce.command_line import UsageError, command
 #: Name, module with a ``main``, and what it is for.
 COMMANDS = {
     "plan": (
-        "estimate.command",
+        "plan.command",
         "memory of a whole training, with and without the flag; needs no GPU",
     ),
-    "plan-head": ("estimate.head_command", "strategy and chunks of one head; needs no GPU"),
+    "plan-head": ("plan.head_command", "strategy and chunks of one head; needs no GPU"),
     "compare": (
         "scripts.runs.compare",
         "is it the same training? two runs' logs, or one launch twice",

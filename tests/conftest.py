@@ -37,7 +37,7 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
 
 
 #: Folders of `make test-rest`; elsewhere a test says by its own marker that it belongs there.
-REST = ("tests/tools/", "tests/project/")
+REST = ("tests/tools/", "tests/plan/", "tests/project/")
 #: Files of few tests that take long. Two processes begin with them, and end with the files of fewest tests:
 #: none waits for the other's last file.
 LONG = (

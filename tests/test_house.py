@@ -97,8 +97,8 @@ def test_only_the_front_doors_read_command_lines():
         "megatron_fused_ce/adapter/training_arguments.py",
         "megatron_fused_ce/autoload.py",
         "megatron_fused_ce/command_line.py",
-        "megatron_fused_ce/estimate/command.py",
-        "megatron_fused_ce/estimate/megatron_arguments.py",
+        "megatron_fused_ce/plan/command.py",
+        "megatron_fused_ce/plan/megatron_arguments.py",
         "megatron_fused_ce/launch.py",
     }
 
@@ -113,14 +113,14 @@ def test_the_planner_knows_numbers_only():
     assert not {"planner", "chunking", "config"} & rooms_that_import("torch")
 
 
-def test_the_estimate_knows_numbers_only():
+def test_the_plan_knows_numbers_only():
     """So does a plan of a whole training."""
-    room_of_it = [file for file in SOURCES if room(file) == "estimate"]
+    room_of_it = [file for file in SOURCES if room(file) == "plan"]
     known = {name for file in room_of_it for name in imports(file)}
     ours = {name.split(".")[1] for name in known if name.startswith("megatron_fused_ce.")}
     assert len(room_of_it) > 5
     assert ours == {
-        "estimate",
+        "plan",
         "command_line",
         "config",
         "planner",
@@ -130,8 +130,8 @@ def test_the_estimate_knows_numbers_only():
         f"megatron_fused_ce.adapter.arguments.{name}"
         for name in ("FLAG", "add_arguments", "config_from_args")
     }
-    assert "estimate" not in rooms_that_import("torch") | rooms_that_import("megatron")
-    assert rooms_that_import("megatron_fused_ce.estimate") == {"estimate"}
+    assert "plan" not in rooms_that_import("torch") | rooms_that_import("megatron")
+    assert rooms_that_import("megatron_fused_ce.plan") == {"plan"}
 
 
 #: The rooms of the head, from the lowest: each imports those before it alone.

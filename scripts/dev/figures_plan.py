@@ -15,13 +15,13 @@ from typing import Any
 
 from megatron_fused_ce import planner
 from megatron_fused_ce.config import STRATEGY_CHOICES, FusedCEConfig
-from megatron_fused_ce.estimate import command, heads
-from megatron_fused_ce.estimate.advice import Gpu
-from megatron_fused_ce.estimate.heads import HeadMemory, plugin_head, stock_heads
-from megatron_fused_ce.estimate.named_models import MODELS
-from megatron_fused_ce.estimate.peaks import estimate
-from megatron_fused_ce.estimate.setting import DecoderSizes, Parallel, Setting, StepSettings
-from megatron_fused_ce.estimate.static import CUBLAS_WORKSPACE
+from megatron_fused_ce.plan import command
+from megatron_fused_ce.plan.advice import Gpu
+from megatron_fused_ce.plan.heads import HeadMemory, plugin_head, stock_heads
+from megatron_fused_ce.plan.named_models import MODELS
+from megatron_fused_ce.plan.peaks import estimate
+from megatron_fused_ce.plan.setting import DecoderSizes, Parallel, Setting, StepSettings
+from megatron_fused_ce.plan.static import CUBLAS_WORKSPACE
 from megatron_fused_ce.planner import MIB, Plan, PlanInputs
 from megatron_fused_ce.scripts.lib import results
 from megatron_fused_ce.scripts.lib.results import REPOSITORY
@@ -206,52 +206,28 @@ def bytes_per_logit(row: dict[str, Any]) -> float:
 EXAMPLE = "--model llama-3.2-1b --gpu h200-141gb --seq-length 131072 --recompute-granularity full"
 
 
-def steps_table(found: Sequence[Compared]) -> str:
-    """One line a launch: of each loss what was measured, what is planned, how far off."""
-    losses = ("unfused", "native", "te-lifted", "auto")
-    lines: dict[str, dict[str, str]] = {}
-    for one in found:
-        lines.setdefault(one.what, {})[one.variant] = _cell(one)
-    rows = [[what, *(cells.get(loss, "") for loss in losses)] for what, cells in lines.items()]
-    return table(["launch, tokens of a micro-batch", "unfused", "native", "TE", "flag"], rows)
-
-
-def _cell(one: Compared) -> str:
-    bound = " ¹" if one.bound == "layers" else ""
-    if one.measured is None:
-        return f"out of memory · {one.planned:.0f}"
-    return f"{one.measured:.0f} · {one.planned:.0f} · {_percent(one.off)}{bound}"
-
-
 def _percent(off: float) -> str:
     text = f"{off:+.1%}"
     return "0.0%" if text in ("+0.0%", "-0.0%") else text
 
 
-def heads_table(found: Sequence[Compared]) -> str:
-    """Of each loss, how many heads were measured and how far off they are planned."""
-    off: dict[str, list[float]] = {}
-    for one in found:
-        off.setdefault(one.variant.removeprefix("megatron-"), []).append(one.off)
-    rows = [
-        [name, str(len(values)), _percent(min(values)), _percent(max(values))] for name, values in off.items()
-    ]
-    return table(["loss", "heads measured", "least (planned − measured) / measured", "most"], rows)
+def off_table() -> str:
+    """Of each loss, how many launches and heads were measured and how far off they are planned."""
+    rows = []
+    for what, found in (("launches", steps()), ("heads alone", alone())):
+        off: dict[str, list[float]] = {}
+        for one in found:
+            if one.measured is not None:
+                off.setdefault(_plain_loss(one.variant), []).append(one.off)
+        rows += [
+            [f"{len(values)} {what}, {name}", _percent(min(values)), _percent(max(values))]
+            for name, values in off.items()
+        ]
+    return table(["measured, by the loss", "least (planned − measured) / measured", "most"], rows)
 
 
-def logits_table() -> str:
-    rows: dict[str, list[float]] = {}
-    for _, row in head_rows():
-        if row["variant"] in STOCK:
-            rows.setdefault(STOCK[row["variant"]], []).append(bytes_per_logit(row))
-    used = {path.name: path.bytes_per_logit for path in heads.STOCK_PATHS}
-    return table(
-        ["loss", "heads measured", "bytes a logit", "used"],
-        [
-            [name, str(len(found)), f"{min(found):.3f} to {max(found):.3f}", f"{used[name]:g}"]
-            for name, found in rows.items()
-        ],
-    )
+def _plain_loss(variant: str) -> str:
+    return variant.removeprefix("megatron-").removesuffix("-lifted").replace("auto", "the flag")
 
 
 def printed(words: str) -> str:
@@ -312,21 +288,18 @@ def _saving(words: str) -> str:
 
 
 def model_list() -> str:
-    """Every name that ``--model`` knows, by maker, with the source of its sizes."""
+    """Every name that ``--model`` knows, by the maker whose sizes they are."""
     rows: dict[str, list[str]] = {}
     for name, model in MODELS.items():
-        maker = model.source.partition("/")[0]
-        rows.setdefault(maker, []).append(f"`{name}`")
-    return table(["sizes from", "names"], [[maker, ", ".join(names)] for maker, names in rows.items()])
+        rows.setdefault(model.source.partition("/")[0], []).append(f"`{name}`")
+    return "; ".join(f"{maker}: {', '.join(names)}" for maker, names in rows.items()) + ".\n"
 
 
 def parts() -> dict[str, str]:
     """Everything in docs/plan.md that is made here, by the name of its markers."""
     return {
         "example": printed(EXAMPLE),
-        "steps": steps_table(steps()),
-        "heads": heads_table(alone()),
-        "logits": logits_table(),
+        "off": off_table(),
         "models": model_list(),
     }
 

@@ -26,7 +26,7 @@ tests=("$@")
 # What depends most on the versions of torch, triton and megatron-core.
 [ ${#tests[@]} -gt 0 ] || tests=(
     tests/op/test_op.py tests/kernels/test_row_kernels.py tests/op/test_promise.py tests/megatron/test_adapter.py
-    tests/tools/test_plan_command.py tests/parallel/test_models.py
+    tests/plan/test_command.py tests/parallel/test_models.py
     -k "not test_model or installed-2" # Megatron's models on two ranks
 )
 

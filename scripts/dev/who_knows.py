@@ -22,12 +22,24 @@ NAMES = {
     "sampling mask": r"sampling_mask|mask_ids|MaskedLogProbs|Keep\.Pairs",
 }
 #: Where each may be known beside.
-APART = ("config.py", "planner.py", "op.py", "rl.py", "__init__.py", "adapter/", "estimate/", "plan/", "kernels/")
+APART = (
+    "config.py",
+    "planner.py",
+    "op.py",
+    "rl.py",
+    "__init__.py",
+    "adapter/",
+    "estimate/",
+    "plan/",
+    "kernels/",
+)
 
 
 def main(root: Path) -> None:
     package = root / "megatron_fused_ce"
-    files = [file for file in sorted(package.rglob("*.py")) if "scripts" not in file.relative_to(package).parts]
+    files = [
+        file for file in sorted(package.rglob("*.py")) if "scripts" not in file.relative_to(package).parts
+    ]
     code = {str(file.relative_to(package)): file.read_text() for file in files}
     for loss, names in NAMES.items():
         found = [name for name, text in code.items() if re.search(names, text) and not name.startswith(APART)]

@@ -282,8 +282,8 @@ def compare(reference: Record, other: Record, noise: Record | None, judge: Judge
     losses = [name for name in pairs if name in reference.training_losses]
     if not losses:
         raise UsageError(_nothing_shared(reference, other))
-    if not any(math.isfinite(p.reference + p.other) for name in losses for p in pairs[name]):
-        raise UsageError("nothing to compare: no loss is finite in both runs")
+    if not any(math.isfinite(one) for name in losses for p in pairs[name] for one in (p.reference, p.other)):
+        raise UsageError("nothing to compare: no loss is finite in either run")
     start = min(_first_iteration(reference.curves[name], pairs[name][0]) for name in losses)
     last_first = start + judge.first - 1
     found = Comparison(reference, other, noise, [], [], [])

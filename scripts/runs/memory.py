@@ -38,7 +38,7 @@ from megatron_fused_ce.command_line import (
     whole,
     writable_folder,
 )
-from megatron_fused_ce.estimate.named_models import known_name
+from megatron_fused_ce.plan.named_models import known_name
 from megatron_fused_ce.scripts.bench.cases import SHAPES, Cell
 from megatron_fused_ce.scripts.lib import pictures, tables
 from megatron_fused_ce.scripts.lib.launches import Command, launch, split_command

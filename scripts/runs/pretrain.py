@@ -34,7 +34,7 @@ from typing import Any
 from megatron_fused_ce import command_line
 from megatron_fused_ce.adapter.arguments import FLAG
 from megatron_fused_ce.command_line import NO_LIMIT, Parser, UsageError, command, seconds, whole
-from megatron_fused_ce.estimate.command import setting_of as planned_setting
+from megatron_fused_ce.plan.command import setting_of as planned_setting
 from megatron_fused_ce.scripts.lib import launches, losses, results, tables
 from megatron_fused_ce.scripts.lib.launches import REFERENCE, STOCK, YARDSTICK, Case, Checkout, Run
 from megatron_fused_ce.scripts.lib.logs import Figures

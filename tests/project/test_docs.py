@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_fused_ce.adapter.arguments import add_arguments
-from megatron_fused_ce.estimate import command as estimate
+from megatron_fused_ce.plan import command as estimate
 from megatron_fused_ce.scripts.dev import figures
 from megatron_fused_ce.scripts.lib import results
 
@@ -128,20 +128,18 @@ def test_a_time_and_a_memory_are_a_row_of_the_results_linked_before_them():
 def test_troubleshooting_has_what_plan_predicts(capsys):
     page = (DOCS / "troubleshooting.md").read_text()
     launch = ["--from-launch", str(ROOT / "scripts/examples/llama3_8b.sh")]
-    said = []
-    for more in ([], ["--fused-ce-strategy", "recompute"]):
-        estimate.main([*launch, *more])
-        said.append(capsys.readouterr().out)
     figures_of = re.search(
-        r"that is (\d+), by .*? peak of ([\d.]+) .*?([\d.]+) with .*?([\d.]+) without", page, re.DOTALL
+        r"budget of (\d+) MiB it predicts a\s+peak of ([\d.]+) .*?([\d.]+) with .*?([\d.]+) without",
+        page,
+        re.DOTALL,
     )
     budget, with_budget, alone, without = figures_of.groups()
-    assert f"--fused-ce-memory-mb {budget}: peak {with_budget} GiB" in said[0]
-    assert f"peak {alone} GiB a GPU with --fused-chunked-ce, {without} without" in said[0]
-    (times,) = re.findall(r"take ([\d.]+) times as long", page)
-    assert f"{times} times as long" in said[0]
     (recompute,) = re.findall(r"the predicted peak is ([\d.]+) GiB", page)
-    assert f"peak {recompute} GiB a GPU" in said[1]
+    flags = {alone: [], with_budget: ["--fused-ce-memory-mb", budget]}
+    for peak, more in {**flags, recompute: ["--fused-ce-strategy", "recompute"]}.items():
+        estimate.main([*launch, *more])
+        out = " ".join(capsys.readouterr().out.split())
+        assert f"peak {peak}" in out and f", {without} without" in out
 
 
 def test_a_figure_that_is_not_the_results_is_told_and_put_right(tmp_path, capsys):

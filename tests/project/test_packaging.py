@@ -37,6 +37,8 @@ TRACKED = (
 SHIPPED = ("bench", "lib", "runs")
 #: Tells type checkers that the package has types.
 MARKER = "megatron_fused_ce/py.typed"
+#: What `plan` reads.
+DATA = ("megatron_fused_ce/plan/arguments.tsv", "megatron_fused_ce/plan/models.tsv")
 BUILD = "import sys; from setuptools import build_meta as b; print(getattr(b, sys.argv[1])(sys.argv[2]))"
 
 
@@ -138,7 +140,7 @@ def test_the_wheel_holds_the_modules_and_nothing_else(wheel):
     with zipfile.ZipFile(wheel) as archive:
         assert archive.testzip() is None
         inside = {name for name in archive.namelist() if ".dist-info/" not in name}
-        assert inside == modules_of_the_tree() | {MARKER}  # a top-level kernels/ would shadow PyPI's
+        assert inside == modules_of_the_tree() | {MARKER, *DATA}  # a top-level kernels/ would shadow PyPI's
         for name in inside:
             assert archive.read(name) == (ROOT / name).read_bytes(), name
     assert wheel.name.endswith("-py3-none-any.whl")

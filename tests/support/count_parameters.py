@@ -1,4 +1,4 @@
-"""Parameters of Megatron's own models, rank by rank, for test_estimate.py; run as a process of its own.
+"""Parameters of Megatron's own models, rank by rank, for tests/plan/test_sums.py; a process of its own.
 
 Reads a list of cases (keyword arguments of Megatron's classes) as JSON from standard input and prints, for
 each, the parameters that every pipeline stage's first rank holds. Groups are torch's fake ones: nothing is

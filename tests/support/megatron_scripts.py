@@ -1,7 +1,7 @@
 """Shell scripts of Megatron-LM itself that ``plan --from-launch`` reads, and what it finds in each.
 
 ``python -m tests.support.megatron_scripts CHECKOUT...`` writes the list anew, from one checkout a version;
-``tests/tools/test_launch_scripts.py`` compares it with the checkouts that ``MEGATRON_LM_PATH`` names.
+``tests/plan/test_launch_scripts.py`` compares it with the checkouts that ``MEGATRON_LM_PATH`` names.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_fused_ce.estimate.command import setting_of
+from megatron_fused_ce.plan.command import setting_of
 
-LIST = Path(__file__).parents[1] / "tools" / "megatron_scripts.txt"
+LIST = Path(__file__).parents[1] / "plan" / "megatron_scripts.txt"
 #: What a script that its author leaves open may need: a tokenizer's size, and a cluster's.
 ADDED = ("", "--vocab-size 32000", "--vocab-size 32000 --gpus 64", "--vocab-size 32000 --gpus 1024")
 HEAD = (

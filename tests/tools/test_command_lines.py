@@ -20,8 +20,8 @@ import pytest
 from megatron_fused_ce import command_line
 from megatron_fused_ce.__main__ import COMMANDS
 from megatron_fused_ce.command_line import Parser, UsageError, command, number, whole
-from megatron_fused_ce.estimate import command as plan
-from megatron_fused_ce.estimate import head_command
+from megatron_fused_ce.plan import command as plan
+from megatron_fused_ce.plan import head_command
 from megatron_fused_ce.scripts.bench import cases, commits, peers
 from megatron_fused_ce.scripts.demo import __main__ as demo
 from megatron_fused_ce.scripts.dev import upstream_tests

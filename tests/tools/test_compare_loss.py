@@ -191,7 +191,9 @@ VERDICTS = {
     "nan in both": (
         (SICK.log(), SICK.log()), "", 0, "lm loss is nan in both runs on 2 lines, from 12 on"),
     "nan alone": (
-        2 * (re.sub(r"lm loss: \S+", "lm loss: nan", RUN.log()),), "", 2, "no loss is finite in both"),
+        2 * (re.sub(r"lm loss: \S+", "lm loss: nan", RUN.log()),), "", 2, "no loss is finite in either"),
+    "nothing but nan in one": (
+        (RUN.log(), re.sub(r"lm loss: \S+", "lm loss: nan", RUN.log())), "", 1, "DIFFERENT"),
     # bounds
     "fp32": ((FP32 + RUN.log(), FP32 + changed(5, 1e-5).log()), "", 1, "bound 1.0e-06"),
     "fp32 and bf16": ((FP32 + RUN.log(), BF16 + changed(5, 1e-5).log()), "", 0, "SAME"),

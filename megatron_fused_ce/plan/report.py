@@ -8,11 +8,10 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from megatron_fused_ce.adapter.arguments import FLAG
-from megatron_fused_ce.estimate.advice import Way
-from megatron_fused_ce.estimate.answer import LOSSES, Result, gib, sentences, tokens
-from megatron_fused_ce.estimate.search import Found
-from megatron_fused_ce.estimate.setting import Setting
-from megatron_fused_ce.estimate.static import parameters, stages, static
+from megatron_fused_ce.plan.advice import Way
+from megatron_fused_ce.plan.answer import LOSSES, Result, gib, sentences, tokens
+from megatron_fused_ce.plan.setting import Setting
+from megatron_fused_ce.plan.static import parameters, stages, static
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,6 +21,8 @@ if TYPE_CHECKING:
 WIDTH = 100
 #: The moments of a step (peaks.MOMENTS), in short.
 PLACES = {"head": "the loss", "layers": "a layer", "step": "the optimizer"}
+#: The first version that refuses Transformer Engine's loss (its megatron/training/arguments.py).
+TE_REFUSED_FROM = "0.18"
 #: What a verdict is called in a table.
 VERDICTS = {"fits": "yes", "tight": "tight", "does not fit": "no", "over budget": "refused"}
 
@@ -30,8 +31,12 @@ def as_dictionary(result: Result) -> dict[str, Any]:
     """Everything that the tables show, in bytes and tokens."""
     setting, advice = result.setting, result.advice
     return {
-        "decision": advice.decision,
-        "sentences": {said.name: said.text for said in sentences(result)},
+        "decision": result.decision,
+        "doubts": result.doubts,
+        "uncounted": result.judged.uncounted,
+        "bounded": result.judged.bounded,
+        "measured": result.measured,
+        "sentences": {said.name: said.text for said in sentences(result, explain=True)},
         "parameters": parameters(setting),
         "tokens_of_a_micro_batch": setting.num_tokens,
         "padded_vocab_size": setting.padded_vocab_size,
@@ -53,11 +58,8 @@ def as_dictionary(result: Result) -> dict[str, Any]:
         "ways": {way.head.name: _way(way) for way in advice.ways},
         "baseline": advice.baseline.head.name,
         "recommended": _way(advice.recommended),
-        "smaller": _way(advice.smaller) if advice.smaller else None,
         "saved": advice.saved,
         "saved_of_peak": advice.saved / advice.baseline.peak,
-        "fits_without": _found(result.fits_without),
-        "fits_with": _found(result.fits_with),
         "notes": result.notes,
         "not_measured": setting.not_measured,
     }
@@ -80,40 +82,39 @@ def _way(way: Way) -> dict[str, Any]:
     }
 
 
-def _found(found: Found | None) -> dict[str, Any] | None:
-    if found is None:
-        return None
-    return {
-        "gpus": found.gpus,
-        "change": found.layout.flags,
-        "cost": found.layout.cost,
-        "flags": found.way.head.flags,
-        "peak": found.way.peak,
-    }
-
-
-def show(console: Console, result: Result, detail: bool) -> None:
-    """Print the sentences, the answer first, and a table; with ``detail`` the sums behind it."""
-    for line in lines(result):
+def show(console: Console, result: Result, explain: bool) -> None:
+    """Print the answer, the table of ways and what was not counted; with ``explain`` all the rest."""
+    answer, *rest = lines(result, explain)
+    console.print(answer, highlight=False, markup=False, soft_wrap=True)
+    ways, *sums = _tables(result, explain)
+    console.print()
+    console.print(ways)
+    for line in rest:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-    for table in _tables(result, detail):
+    for table in sums:
         console.print()
         console.print(table)
 
 
-def lines(result: Result) -> Iterator[str]:
-    """Everything that is said, wrapped."""
-    texts = [*(said.text for said in sentences(result)), *result.notes]
-    for text in texts:
-        yield from textwrap.wrap(
-            text, WIDTH, subsequent_indent="    ", break_on_hyphens=False, break_long_words=False
-        )
+def lines(result: Result, explain: bool = False) -> list[str]:
+    """Everything that is said, wrapped: the answer as one item, with all its lines."""
+    answer, *rest = [said.text for said in sentences(result, explain)]
+    return [
+        "\n".join(_wrapped(answer)),
+        *(line for text in [*rest, *result.notes] for line in _wrapped(text)),
+    ]
 
 
-def _tables(result: Result, detail: bool) -> Iterator[Table]:
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(
+        text, WIDTH, subsequent_indent="    ", break_on_hyphens=False, break_long_words=False
+    )
+
+
+def _tables(result: Result, explain: bool) -> Iterator[Table]:
     setting, advice = result.setting, result.advice
-    yield _ways_table(result, detail)
-    if detail:
+    yield _ways_table(result, explain)
+    if explain and not result.doubts:
         yield _static_table(setting)
         yield _moments_table("Without the flag", advice.baseline)
         yield _moments_table("With the flag", advice.recommended)
@@ -134,19 +135,26 @@ def called(way: Way) -> str:
     return LOSSES.get(way.head.name, way.head.name) if way.head.stock else f"{FLAG}, {way.head.name}"
 
 
-def _ways_table(result: Result, detail: bool) -> Table:
-    """Every way of computing the loss; of the flag's strategies the chosen one, all with ``detail``."""
+def _ways_table(result: Result, explain: bool) -> Table:
+    """Every way of computing the loss; of the flag's strategies the chosen one, all with ``explain``.
+
+    ``longest`` are tokens of a sequence. Without a verdict the head alone.
+    """
     setting, advice = result.setting, result.advice
-    columns = ("its memory", "peak", "highest in", "fits", "longest sequence")
+    columns = ("its memory", *(() if result.doubts else ("peak", "highest in", "fits", "longest")))
     table = _table("Ways of computing the loss, GiB a GPU", "", *columns)
+    accept = [version for version in result.versions if version < TE_REFUSED_FROM]
     for way in advice.ways:
         asked = way.head.name == setting.training.fused_ce.strategy
-        if not (detail or way.head.stock or asked):
+        if not (explain or way.head.stock or asked):
             continue
-        name = called(way) + (" (now)" if way is result.now else "")
-        place = PLACES[way.estimate.bound.name]
-        verdict = VERDICTS[way.verdict]
-        table.add_row(name, gib(way.head.peak), gib(way.peak), place, verdict, tokens(way.longest))
+        some = way.head.name == "te" and accept and accept != list(result.versions)
+        name = called(way) + (" (now)" if way is result.now else f" (to {accept[-1]})" if some else "")
+        cells = [name, gib(way.head.peak)]
+        if not result.doubts:
+            fits = "refused" if way.head.name == "te" and not accept else VERDICTS[way.verdict]
+            cells += [gib(way.peak), PLACES[way.estimate.bound.name], fits, tokens(way.longest)]
+        table.add_row(*cells)
     return table
 
 

@@ -1,16 +1,14 @@
 """Megatron's own arguments that decide how many bytes a GPU holds, and the setting from them.
 
-Names, types and defaults are those of Megatron's parser (core_v0.19.0; ``tests/tools/test_plan_command.py``
-compares them). Other arguments of a launch are not counted, which :func:`notes` says.
+Names, types and defaults are those of Megatron's parser (core_v0.19.0; ``tests/plan/test_command.py``
+compares them). What other arguments do is in ``arguments.tsv`` (:mod:`closed_world`).
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-import difflib
 import re
-from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +16,7 @@ from megatron_fused_ce.adapter.arguments import config_from_args
 from megatron_fused_ce.command_line import BILLION, whole
 from megatron_fused_ce.command_line import number as share
 from megatron_fused_ce.config import FusedCEConfig
-from megatron_fused_ce.estimate.setting import (
+from megatron_fused_ce.plan.setting import (
     RECOMPUTE_MODULES,
     SHARDINGS,
     DecoderSizes,
@@ -37,37 +35,6 @@ from megatron_fused_ce.planner import ITEMSIZES
 USUAL = (
     *("--bf16", "--use-distributed-optimizer", "--no-create-attention-mask-in-dataloader"),
     *("--attention-dropout", "0", "--hidden-dropout", "0"),
-)
-#: Flags whose effect on memory is not modelled, and what is counted instead.
-NOT_COUNTED = {
-    "--account-for-embedding-in-pipeline-split": "stages are taken as equal",
-    "--account-for-loss-in-pipeline-split": "stages are taken as equal",
-    "--cpu-offloading-num-layers": "activations are counted on the GPU",
-    "--cuda-graph-impl": "a graph keeps a pool of its own (measured: 3 % more)",
-    "--distribute-saved-activations": "kept inputs are counted whole",
-    "--fp32-residual-connection": "residuals are counted in the training's dtype",
-    "--fp4-format": "counted as bf16",
-    "--fp4-param-gather": "counted as bf16",
-    "--fp8-format": "counted as bf16",
-    "--fp8-param-gather": "counted as bf16",
-    "--mtp-hybrid-override-pattern": "multi-token prediction is taken as the last layer's kind",
-    "--no-position-embedding": "learned positions are counted",
-    "--optimizer": "counted as Adam",
-    "--optimizer-cpu-offload": "the optimizer is counted on the GPU",
-}
-#: Values of these that change nothing.
-NOTHING = ("None", "False", "0", "none", "[]", "", "adam")
-#: Megatron's flags that hold no memory worth counting; all others that are not known here are named.
-_NO_MEMORY = re.compile(
-    "--(?:no-|disable-|use-)?(?:adam-|adlr-|app-tag|async-|auto-detect|barrier|calculate-per|check-|ckpt-|clip-grad"
-    "|config-logger|data-|dataloader|ddp-(?:aver|num|pad)|decoupled|deterministic|dist-ckpt|distributed-(?:back|time)"
-    "|enable-(?:exp|ft|msc)|end-weight|eod-mask|error-inj|eval-|exit-|fault-|finetune|flight-|init-method|initial-"
-    "|inprocess|legacy|load|local-rank|log-|logging|loss-scale|lr|manual-gc|masked-soft|mcore-models|merge-file|min-l"
-    "|mmap|mock-data|moe-(?:aux|grouped|per-layer|permute|router|shared-expert-(?:glu|over)|token-drop|z-loss)"
-    "|mtp-loss|non-persistent|norm-epsilon|num-(?:dataset|workers)|nvtx|object-st|one-logger|otel|overlap-|override-"
-    "|persist-layer|pretrained|profile|pytorch-prof|record|rerun|reset-|rope-|rotary-(?:base|int|per|sc|seq)|save|seed"
-    "|split|straggler|te-rng|tensorboard|test-|tiktoken|timing|tokenizer|train-|trust|use-checkpoint|valid|vocab-file"
-    "|wandb|weight-decay|yarn-)"
 )
 #: Layers and experts are counted one by one, and a size of a parallelism is one of ranks.
 _MOST = dict.fromkeys(("num-layers", "num-experts", "mtp-num-layers", "make-vocab-size-divisible-by"), 10**5)
@@ -92,7 +59,12 @@ _FSDP_SHARDING = {
     "optim_grads_params": "full",
 }
 MOST_LAYERS = 10**5
+#: Tokens of the busiest rank's experts over an even spread: no router spreads them evenly in every step (the
+#: records of tests/plan/megatron_records.tsv lie at 1.0 to 1.3).
+BUSIEST = 1.1
 _LOCAL_ATTENTION = ("unfused", "local")
+#: Layers of a hybrid model that are counted: Mamba, attention, MLP, experts.
+_LETTERS = "M*-E"
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -104,10 +76,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     number("num-query-groups", default=1)
     number("kv-channels")
     number("vocab-size")
+    number("padded-vocab-size")
     number("make-vocab-size-divisible-by", default=128)
     number("max-position-embeddings")
-    for name in ("group-query-attention", "swiglu", "add-qkv-bias", "qk-layernorm"):
+    for name in ("group-query-attention", "swiglu", "quick-geglu", "add-qkv-bias", "qk-layernorm"):
         flag(name)
+    flag("no-position-embedding", unset="add_position_embedding")
     flag("disable-bias-linear", unset="add_bias_linear")
     flag("untie-embeddings-and-output-weights")
     group.add_argument("--normalization", choices=("LayerNorm", "RMSNorm"), default="LayerNorm")
@@ -129,6 +103,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         number(name, default=default)
     number("mamba-num-heads")
     group.add_argument("--hybrid-layer-pattern", "--hybrid-override-pattern")
+    for name in ("hybrid-attention-ratio", "hybrid-mlp-ratio"):
+        group.add_argument(f"--{name}", type=share(most=1), default=0.0)
+    group.add_argument("--spec", nargs="*")
     group.add_argument(
         "--post-norms",
         action="store_true",
@@ -149,12 +126,17 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     number("num-virtual-stages-per-pipeline-rank")
     number("decoder-first-pipeline-num-layers")
     number("decoder-last-pipeline-num-layers")
-    group.add_argument("--pipeline-model-parallel-layout", type=_layout, metavar="Et*2|tL")
+    group.add_argument("--pipeline-model-parallel-layout", metavar="Et*2|tL")
     number("micro-batch-size", default=1)
     number("global-batch-size")
     number("seq-length")
     for name in ("sequence-parallel", "bf16", "fp16", "use-distributed-optimizer"):
         flag(name)
+    for name in ("account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split"):
+        flag(name)
+    number("num-distributed-optimizer-instances", default=1)
+    group.add_argument("--moe-token-dispatcher-type", default="allgather")
+    group.add_argument("--moe-router-dtype")
     for name in ("grad-reduce-in-bf16", "accumulate-allreduce-grads-in-fp32"):
         flag(name)
     for name in ("use-precision-aware-optimizer", "use-megatron-fsdp", "use-torch-fsdp2"):
@@ -175,6 +157,7 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--attention-dropout", type=share(most=1), default=0.1)
     group.add_argument("--hidden-dropout", type=share(most=1), default=0.1)
     flag("no-create-attention-mask-in-dataloader", unset="create_attention_mask_in_dataloader")
+    flag("no-rope-fusion", unset="apply_rope_fusion")
     flag("no-gradient-accumulation-fusion", unset="gradient_accumulation_fusion")
     flag("cross-entropy-loss-fusion")
     group.add_argument("--cross-entropy-fusion-impl", choices=("native", "te"), default="native")
@@ -202,7 +185,9 @@ def _layout(text: str) -> tuple[int, ...]:
     for repeated in (r"\(([^()]*)\)\*(\d{1,4})", r"([Etm])\*(\d{1,4})"):
         parts = re.sub(repeated, lambda match: match[1] * int(match[2]), parts)
     if len(parts) > MOST_LAYERS or not re.fullmatch(r"E[tm|]*L", parts):
-        raise argparse.ArgumentTypeError(f"{text[:60]!r} is no layout such as Et*3|(tt|)*29,m|L")
+        raise ValueError(
+            f"--pipeline-model-parallel-layout {text[:60]!r} is no layout such as Et*3|(tt|)*29,m|L"
+        )
     return tuple(part.count("t") for part in parts.split("|"))
 
 
@@ -245,59 +230,64 @@ def _short_enough(value: Any) -> Any:
     return value
 
 
-def notes(words: Sequence[str], known: Collection[str]) -> list[str]:
-    """One sentence for each argument of a launch that is not counted, or has another effect than it seems.
-
-    Args:
-        known: names of all arguments that a plan reads.
-    """
-    named = {}
-    for word, behind in zip(words, [*words[1:], ""], strict=False):
-        name, equals, value = word.partition("=")
-        if name.startswith("--"):
-            named[name] = value if equals else "" if behind.startswith("--") else behind
-    found = [
-        f"{name} is not counted: {what}."
-        for name, what in NOT_COUNTED.items()
-        if name in named and (named[name] == "" or named[name] not in NOTHING)
-    ]
-    if "--num-query-groups" in named and "--group-query-attention" not in named:
-        found.append("--num-query-groups has no effect: Megatron ignores it without --group-query-attention.")
-    if "--use-megatron-fsdp" in named and "--data-parallel-sharding-strategy" not in named:
-        found.append(
-            "--use-megatron-fsdp is taken with optim_grads_params, Megatron 0.18's default; before: no_shard."
-        )
-    if re.search(r"m[t,]*\|", named.get("--pipeline-model-parallel-layout", "")):
-        found.append("--pipeline-model-parallel-layout: multi-token prediction is counted on the last stage.")
-    unknown = [name for name in named if name not in known and name not in NOT_COUNTED]
-    unknown = [name for name in unknown if not _NO_MEMORY.match(name)]
-    close = {name: difflib.get_close_matches(name, [*known, *NOT_COUNTED], 1, 0.85) for name in unknown}
-    found += [
-        f"{name} is unknown here and not counted: did you mean {near[0]}?"
-        for name, near in close.items()
-        if near
-    ]
-    if others := [name for name, near in close.items() if not near]:
-        found.append(f"Unknown here and not counted: {', '.join(others)}.")
-    return found
-
-
 # --- from arguments to a setting -------------------------------------------------------------
 
 
-def setting_of(given: argparse.Namespace, gpus: int | None = None) -> Setting:
+def unsure(given: argparse.Namespace) -> dict[str, str]:
+    """Counted arguments with values that a plan does not count, and a clause that says why."""
+    found = {}
+    if letters := set(given.hybrid_layer_pattern or "") - set(_LETTERS) - set("|/"):
+        found["--hybrid-layer-pattern"] = f"layers of kind {' '.join(sorted(letters))} are not counted"
+    if modules := set(given.recompute_modules or ()) - set(RECOMPUTE_MODULES):
+        found["--recompute-modules"] = f"recomputing {' '.join(sorted(modules))} is not counted"
+    if re.search(r"m.*\|", given.pipeline_model_parallel_layout or ""):
+        found["--pipeline-model-parallel-layout"] = "prediction before the last stage is not counted"
+    return found
+
+
+def is_hybrid(given: argparse.Namespace, program: str) -> bool:
+    """Whether it trains a hybrid model: by program, pattern, or the ratios and specs of 0.15 and 0.16."""
+    told = given.hybrid_layer_pattern or given.hybrid_attention_ratio or given.hybrid_mlp_ratio
+    return bool(told) or "mamba" in f"{program} {given.spec}" or "hybrid" in f"{program} {given.spec}"
+
+
+def flash_attention(given: argparse.Namespace) -> bool:
+    """Whether attention keeps no scores."""
+    engine = given.transformer_impl == "transformer_engine"
+    return (engine or given.use_flash_attn) and given.attention_backend not in _LOCAL_ATTENTION
+
+
+def head_alone(given: argparse.Namespace) -> argparse.Namespace:
+    """A launch with the same head and plain layers, for a model that cannot be planned."""
+    pipeline, tensor = given.pipeline_model_parallel_size, given.tensor_model_parallel_size
+    plain = {
+        "num_layers": pipeline, "num_attention_heads": tensor, "kv_channels": 64, "ffn_hidden_size": tensor,
+        "group_query_attention": False, "multi_latent_attention": False, "num_experts": None,
+        "hybrid_layer_pattern": None, "hybrid_attention_ratio": 0.0, "hybrid_mlp_ratio": 0.0, "spec": None,
+        "num_layers_per_virtual_pipeline_stage": None, "num_virtual_stages_per_pipeline_rank": None,
+        "decoder_first_pipeline_num_layers": None, "decoder_last_pipeline_num_layers": None,
+        "account_for_embedding_in_pipeline_split": False, "account_for_loss_in_pipeline_split": False,
+        "pipeline_model_parallel_layout": None, "expert_model_parallel_size": 1, "recompute_modules": None,
+        "global_batch_size": None,
+    }  # fmt: skip
+    return argparse.Namespace(**{**vars(given), **plain})
+
+
+def setting_of(given: argparse.Namespace, gpus: int | None = None, program: str = "") -> Setting:
     """The setting that the arguments describe.
 
     Args:
         gpus: of the whole run; None for the fewest that the parallel sizes take.
+        program: that the launch starts.
 
     Raises:
         ValueError: something is missing, or two numbers contradict each other; says what to give.
     """
-    model = _model(given)
+    model = _model(given, is_hybrid(given, program))
     parallel = _parallel(given, model, gpus)
     training = _training(given, parallel)
-    return Setting(model, parallel, training, given.make_vocab_size_divisible_by)
+    padded = given.padded_vocab_size
+    return Setting(model, parallel, training, given.make_vocab_size_divisible_by, padded_vocab=padded)
 
 
 def _needed(given: argparse.Namespace, name: str) -> int:
@@ -312,7 +302,7 @@ def _needed(given: argparse.Namespace, name: str) -> int:
     return value
 
 
-def _model(given: argparse.Namespace) -> DecoderSizes:
+def _model(given: argparse.Namespace, hybrid: bool) -> DecoderSizes:
     hidden, heads = _needed(given, "hidden_size"), _needed(given, "num_attention_heads")
     if given.kv_channels is None and hidden % heads:
         raise ValueError(
@@ -320,22 +310,25 @@ def _model(given: argparse.Namespace) -> DecoderSizes:
             "them, or give --kv-channels"
         )
     pattern, *predicted = (given.hybrid_layer_pattern or "").replace("|", "").split("/")
-    if unknown := set(pattern + "".join(predicted)) - set("M*-E"):
-        raise ValueError(f"the hybrid pattern has {''.join(sorted(unknown))!r}; known are M * - E")
-    gated, embedding = given.swiglu, given.position_embedding_type
+    if unknown := set(pattern + "".join(predicted)) - set(_LETTERS):
+        raise ValueError(f"the hybrid pattern has {''.join(sorted(unknown))!r}; known are {_LETTERS}")
+    if hybrid and not pattern:
+        ratios = given.hybrid_attention_ratio, given.hybrid_mlp_ratio
+        pattern = _pattern(_needed(given, "num_layers"), *ratios)
+    gated, embedding = given.swiglu or given.quick_geglu, given.position_embedding_type
     rotary = embedding in ("rope", "yarn", "mrope") or given.use_rotary_position_embeddings
     ffn = given.ffn_hidden_size
     if ffn is None:
-        ffn = int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden
+        ffn = int(4 * hidden * 2 / 3 / 64) * 64 if given.swiglu else 4 * hidden
     positions = 0
-    if embedding == "learned_absolute" and not rotary:
+    if embedding == "learned_absolute" and not rotary and given.add_position_embedding:
         positions = given.max_position_embeddings or _needed(given, "seq_length")
     layers = len(pattern) or _needed(given, "num_layers")
     return DecoderSizes(
         num_layers=layers,
         hidden_size=hidden,
         num_attention_heads=heads,
-        vocab_size=_needed(given, "vocab_size"),
+        vocab_size=given.padded_vocab_size or _needed(given, "vocab_size"),
         ffn_hidden_size=ffn,
         num_query_groups=given.num_query_groups if given.group_query_attention else heads,
         head_dim=given.kv_channels or hidden // heads,
@@ -355,6 +348,26 @@ def _model(given: argparse.Namespace) -> DecoderSizes:
         mixture=_mixture(given, layers, ffn),
         state_space=_state_space(given, hidden) if "M" in pattern else None,
     )
+
+
+def _pattern(layers: int, attention: float, mlps: float) -> str:
+    """Letters of the layers that 0.15 and 0.16 make of two ratios (mamba_hybrid_layer_allocation.py).
+
+    Attention is spread evenly between sections of Mamba; then MLPs, evenly, over the Mamba layers.
+    """
+    letters = ["M"] * layers
+    for letter, count in (("*", round(layers * attention)), ("-", round(layers * mlps))):
+        free = [place for place in range(layers) if letters[place] == "M"]
+        # Sections of Mamba: one more than attention layers, as many as MLPs.
+        section = (len(free) - count) / (count + (letter == "*")) if count else layers + 1
+        left = section
+        for place in free:
+            if left < 0.5:
+                letters[place] = letter
+                left += section
+            else:
+                left -= 1
+    return "".join(letters)
 
 
 def _latent(given: argparse.Namespace) -> Latent | None:
@@ -381,6 +394,8 @@ def _mixture(given: argparse.Namespace, num_layers: int, ffn: int) -> Mixture | 
         given.moe_ffn_hidden_size or ffn,
         given.moe_shared_expert_intermediate_size or 0,
         tuple(map(bool, every)),
+        gathers=given.moe_token_dispatcher_type == "allgather",
+        load=BUSIEST,
     )
 
 
@@ -403,7 +418,10 @@ def _parallel(given: argparse.Namespace, model: DecoderSizes, gpus: int | None) 
                 f"{of_a_chunk}"
             )
         chunks = model.num_layers // pipeline // of_a_chunk
-    if layout := given.pipeline_model_parallel_layout or ():
+    layout = _layout(given.pipeline_model_parallel_layout) if given.pipeline_model_parallel_layout else ()
+    if "|" in (pattern := (given.hybrid_layer_pattern or "").partition("/")[0]):
+        layout = tuple(map(len, pattern.split("|")))
+    if layout:
         chunks = max(1, len(layout) // pipeline)
     return Parallel(
         gpus=gpus or tensor * pipeline * max(context, -(-expert * expert_tensor // tensor)),
@@ -417,6 +435,11 @@ def _parallel(given: argparse.Namespace, model: DecoderSizes, gpus: int | None) 
         first_stage_layers=given.decoder_first_pipeline_num_layers,
         last_stage_layers=given.decoder_last_pipeline_num_layers,
         layout=layout,
+        ends_count=(
+            given.account_for_embedding_in_pipeline_split,
+            given.account_for_loss_in_pipeline_split,
+        ),
+        optimizer_instances=given.num_distributed_optimizer_instances,
     )
 
 
@@ -424,8 +447,6 @@ def _training(given: argparse.Namespace, parallel: Parallel) -> StepSettings:
     if given.bf16 and given.fp16:
         raise ValueError("both --bf16 and --fp16 are given: leave out one")
     dtype = "bfloat16" if given.bf16 else "float16" if given.fp16 else "float32"
-    engine = given.transformer_impl == "transformer_engine"
-    flash = (engine or given.use_flash_attn) and given.attention_backend not in _LOCAL_ATTENTION
     return StepSettings(
         sequence=_needed(given, "seq_length"),
         micro_batch=given.micro_batch_size,
@@ -433,8 +454,9 @@ def _training(given: argparse.Namespace, parallel: Parallel) -> StepSettings:
         dtype=dtype,
         recompute=_recompute(given),
         optimizer=_optimizer(given, dtype),
-        transformer_engine=engine,
-        flash_attention=flash,
+        transformer_engine=given.transformer_impl == "transformer_engine",
+        flash_attention=flash_attention(given),
+        rope_fusion=given.apply_rope_fusion,
         attention_dropout=given.attention_dropout > 0,
         hidden_dropout=given.hidden_dropout > 0,
         attention_mask=given.create_attention_mask_in_dataloader,
@@ -465,13 +487,7 @@ def _recompute(given: argparse.Namespace) -> Recompute:
             num_layers=given.recompute_num_layers,
             block=given.recompute_method == "block",
         )
-    modules = tuple(given.recompute_modules or ("core_attn",))
-    if unknown := [name for name in modules if name not in RECOMPUTE_MODULES]:
-        raise ValueError(
-            f"--recompute-modules {' '.join(unknown)} is not known here; there are "
-            f"{', '.join(RECOMPUTE_MODULES)}"
-        )
-    return Recompute(modules=modules)
+    return Recompute(modules=tuple(given.recompute_modules or ("core_attn",)))
 
 
 def _optimizer(given: argparse.Namespace, dtype: str) -> Optimizer:

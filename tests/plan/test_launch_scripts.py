@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fused_ce.estimate import command, launch_script
-from megatron_fused_ce.estimate.shell_words import Reader, unknowns
+from megatron_fused_ce.plan import command, launch_script
+from megatron_fused_ce.plan.shell_words import Reader, unknowns
 from tests.support import megatron_scripts
 from tests.support.checkouts import on_checkouts
 from tests.support.random_scripts import Script
@@ -109,6 +109,6 @@ def test_what_is_taken_as_known_is_what_bash_does(tmp_path):
 def test_megatrons_own_scripts_that_plan(checkout):
     version = megatron_scripts.version(Path(checkout))
     listed = [row for row in megatron_scripts.rows() if version in row[0]]
-    assert listed, f"tests/tools/megatron_scripts.txt has no Megatron {version}"
+    assert listed, f"tests/plan/megatron_scripts.txt has no Megatron {version}"
     for _, path, added, sizes in listed:
         assert megatron_scripts.found(Path(checkout) / path, added) == sizes, (path, added)

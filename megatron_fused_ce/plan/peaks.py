@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from megatron_fused_ce.estimate import blocks
-from megatron_fused_ce.estimate import static as statics
-from megatron_fused_ce.estimate.blocks import Block, Layer
-from megatron_fused_ce.estimate.heads import HeadMemory
-from megatron_fused_ce.estimate.setting import Setting
-from megatron_fused_ce.estimate.static import Stage, Static
+from megatron_fused_ce.plan import blocks
+from megatron_fused_ce.plan import static as statics
+from megatron_fused_ce.plan.blocks import Block, Layer
+from megatron_fused_ce.plan.heads import HeadMemory
+from megatron_fused_ce.plan.setting import Setting
+from megatron_fused_ce.plan.static import Stage, Static
 
 #: The three moments, and how they are called.
 MOMENTS = {
@@ -68,10 +68,10 @@ class Estimate:
         return next(moment for moment in self.moments if moment.name == name)
 
 
-def estimate(setting: Setting, head: HeadMemory) -> Estimate:
-    """The largest moment of each kind over all stages."""
+def estimate(setting: Setting, head: HeadMemory, *, last_stage: bool = False) -> Estimate:
+    """The largest moment of each kind over all stages, or of the last one alone."""
     worst: dict[str, Moment] = {}
-    for stage in statics.stages(setting):
+    for stage in statics.stages(setting)[-1 if last_stage else 0 :]:
         for moment in _moments(setting, stage, head):
             if moment.name not in worst or moment.total > worst[moment.name].total:
                 worst[moment.name] = moment
@@ -106,6 +106,7 @@ def _held(setting: Setting, stage: Stage, head: HeadMemory, static: Static) -> d
         "gathered weights": statics.gathered(setting, stage),
         "dummy gradients": statics.dummy_gradients(setting, stage),
         "libraries": statics.libraries(setting, stock_head=head.stock and stage.last),
+        "measured beside the plan": setting.beside,
     }
 
 
@@ -134,6 +135,7 @@ class _Activations:
         predicted = setting.model.mtp_num_layers if stage.last else 0
         #: The chunk that ends at the head, or at the next stage: its backward runs first.
         last = next((chunk for chunk in reversed(stage.chunks) if chunk), ())  # a layout may leave one empty
+        self.ends_full = bool(stage.chunks[-1]) or predicted > 0
         self.last = (*last, *[blocks.prediction_layer(setting.model)] * predicted)
         #: Sizes of each block, and bytes that a layer keeps; by object, since those of a kind are one.
         kinds = {id(layer): layer for layer in (*stage.layers, *self.last)}
@@ -145,8 +147,8 @@ class _Activations:
             self.kept[depth] += 4 * self.row
 
     def waiting(self) -> int:
-        """Bytes kept by all layers when the last forward is done."""
-        return self._bytes(self._other_chunks() + sum(self.kept))
+        """Bytes kept by all layers when the last forward is done; a layout may end with an empty chunk."""
+        return self._bytes(self._other_chunks() + (sum(self.kept) if self.ends_full else 0))
 
     def final_norm(self) -> int:
         """Bytes of the final norm's input and output, for each use of the head."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from megatron_fused_ce.estimate.advice import Advice
-from megatron_fused_ce.estimate.answer import GIB
-from megatron_fused_ce.estimate.report import PLACES, called
+from megatron_fused_ce.plan.advice import Advice
+from megatron_fused_ce.plan.answer import GIB
+from megatron_fused_ce.plan.report import PLACES, called
 
 #: Parts of a moment that are drawn as one, and their colours.
 SEGMENTS = {

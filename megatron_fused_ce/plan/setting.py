@@ -37,6 +37,10 @@ class Mixture:
     shared_ffn_hidden_size: int
     #: one entry a layer: whether its MLP is a mixture
     layers: tuple[bool, ...]
+    #: whether tokens are gathered from all ranks of the experts, and each takes its own
+    gathers: bool = False
+    #: tokens that a rank's experts are sent, over an even spread's
+    load: float = 1
 
 
 @dataclass(frozen=True)
@@ -140,6 +144,10 @@ class Parallel:
     last_stage_layers: int | None = None
     #: layers of each model chunk in the order of the model, where a layout names them
     layout: tuple[int, ...] = ()
+    #: whether embedding and loss count as a layer each, of the first and of the last chunk
+    ends_count: tuple[bool, bool] = (False, False)
+    #: instances of the distributed optimizer, each of which has all of it
+    optimizer_instances: int = 1
 
     def __post_init__(self) -> None:
         model = self.tensor * self.pipeline * self.context
@@ -168,15 +176,19 @@ class Parallel:
             return list(self.layout)
         ends = {0: self.first_stage_layers, self.pipeline - 1: self.last_stage_layers}
         given = {stage: layers for stage, layers in ends.items() if layers is not None}
-        rest, others = num_layers - sum(given.values()), self.pipeline - len(given)
+        counted = num_layers + sum(self.ends_count)
+        rest, others = counted - sum(given.values()), self.pipeline - len(given)
         stages = [given.get(stage, rest // max(1, others)) for stage in range(self.pipeline)]
-        if sum(stages) != num_layers or any(n < 1 or n % self.chunks for n in stages):
+        if sum(stages) != counted or any(n < 1 or n % self.chunks for n in stages):
             raise ValueError(
                 f"{num_layers} layers cannot be divided into {self.pipeline} pipeline stages"
                 + (f" of {self.chunks} virtual ones each" if self.chunks > 1 else "")
                 + ": give --decoder-last-pipeline-num-layers, or another number of stages"
             )
-        return [layers // self.chunks for layers in stages] * self.chunks
+        chunks = [layers // self.chunks for layers in stages] * self.chunks
+        chunks[0] -= self.ends_count[0]
+        chunks[-1] -= self.ends_count[1]
+        return chunks
 
     @property
     def data(self) -> int:
@@ -190,11 +202,12 @@ class Parallel:
     @property
     def shards(self) -> int:
         """Ranks over which a distributed optimizer divides a dense parameter."""
-        return self.data * self.context
+        return max(1, self.data * self.context // self.optimizer_instances)
 
     @property
     def expert_shards(self) -> int:
-        return self.gpus // (self.expert * self.expert_tensor * self.pipeline)
+        ranks = self.gpus // (self.expert * self.expert_tensor * self.pipeline)
+        return max(1, ranks // self.optimizer_instances)
 
 
 @dataclass(frozen=True)
@@ -239,6 +252,8 @@ class StepSettings:
     #: Transformer Engine's layers; without them attention keeps its scores
     transformer_engine: bool = True
     flash_attention: bool = True
+    #: queries and keys are rotated by one kernel
+    rope_fusion: bool = True
     attention_dropout: bool = False
     hidden_dropout: bool = False
     #: a [s, s] mask of bytes on the GPU (Megatron makes one unless told not to)
@@ -257,6 +272,10 @@ class Setting:
     training: StepSettings
     #: rows of the vocabulary that the padded size is a multiple of, times the tensor-parallel size
     vocab_divisor: int = 128
+    #: rows of the padded vocabulary, where a launch names them
+    padded_vocab: int | None = None
+    #: bytes that a measured run held more (or fewer) than its plan
+    beside: int = 0
 
     def __post_init__(self) -> None:
         model, parallel, training = self.model, self.parallel, self.training
@@ -280,6 +299,8 @@ class Setting:
     @cached_property
     def padded_vocab_size(self) -> int:
         """As Megatron pads it: to a multiple of the divisor times the tensor-parallel size."""
+        if self.padded_vocab:
+            return self.padded_vocab
         multiple = self.vocab_divisor * self.parallel.tensor
         return -(-self.model.vocab_size // multiple) * multiple
 

@@ -15,8 +15,8 @@ from argparse import Action
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron_fused_ce.estimate.launch_script import TrainingLaunch
-from megatron_fused_ce.estimate.megatron_arguments import NOT_COUNTED, NOTHING
+from megatron_fused_ce.plan.closed_world import arguments
+from megatron_fused_ce.plan.launch_script import TrainingLaunch
 
 _BEGIN = "------------------------ arguments ------------------------"
 _END = "-------------------- end of arguments ---------------------"
@@ -27,8 +27,6 @@ _OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|CUDA out of memory")
 _IN_NAMESPACE = re.compile(r"(\w+)=('[^']*'|\[[^\]]*\]|[^,()]+)")
 #: Names in a YAML file of what is another argument elsewhere.
 _OF_YAML = {"num_moe_experts": "num_experts"}
-#: Of flags that are passed on for what is said of them.
-_DESTINATIONS = {"--fp8-format": "fp8", "--fp4-format": "fp4"}
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "uint8": "fp8"}
 
 
@@ -72,15 +70,15 @@ def of_log(text: str, actions: Sequence[Action]) -> TrainingLaunch:
     if values.get("group_query_attention") != "True":
         values["num_query_groups"] = "None"  # printed, and without effect
     words = [word for action in wanted for word in _words(action, _printed(action, values))]
-    for flag in NOT_COUNTED:
-        value = values.get(_DESTINATIONS.get(flag) or flag.strip("-").replace("-", "_"), "")
-        words += [f"{flag}={value}"] if value not in NOTHING else []
+    if "language_model" in values:  # names of Megatron's configurations, not of its arguments
+        values = {name: value for name, value in values.items() if name in arguments()}
     return TrainingLaunch(
         tuple(words),
         int(values["world_size"]),
-        notes=(*notes, *_of_yaml(values, wanted)),
+        notes=(*notes, *_of_yaml(run.values, wanted)),
         measured_bytes=round(run.peak_mib * 2**20) or None,
         out_of_memory=run.out_of_memory,
+        logged=values,
     )
 
 
@@ -116,10 +114,9 @@ def _runs(text: str) -> list[_Run]:
 
 
 def _of_plugin(action: Action) -> bool:
-    """Whether Megatron may not know an argument: the plugin's, this plan's, a newer or an older version's."""
-    return action.dest.startswith("fused_") or action.dest in (
-        *("post_norms", "recompute_activations", "hybrid_layer_pattern"),
-    )
+    """Whether a log may lack it: the plugin's, this plan's, not of every version; or Megatron deletes it."""
+    known = arguments().get(action.dest)
+    return known is None or "." in known.defaults or action.dest == "recompute_activations"
 
 
 def _lost(values: Mapping[str, str], wanted: Sequence[Action]) -> list[str]:

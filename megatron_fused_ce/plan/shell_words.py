@@ -72,9 +72,17 @@ def readable(text: str) -> str:
 class Reader:
     """Follows scripts, and collects the commands that run or may run."""
 
-    def __init__(self, given: Mapping[str, str], folder: Path | None, values: Mapping[str, str]) -> None:
-        """``given`` come before the script's own assignments, ``values`` are what the environment has."""
+    def __init__(
+        self,
+        given: Mapping[str, str],
+        folder: Path | None,
+        values: Mapping[str, str],
+        harmless: Callable[[Sequence[str]], bool] = lambda words: False,
+    ) -> None:
+        """``given`` come before the script's own assignments, ``values`` are what the environment has;
+        ``harmless`` words of a command line change nothing that is asked."""
         self.given = given
+        self.harmless = harmless
         self.folder = folder
         self.values: dict[str, Value] = dict(values)
         #: the words of each command, behind those of the commands that start it, and the variable that
@@ -211,7 +219,7 @@ class Reader:
         self._why = outside
         if left and not ends:
             raise left
-        self.values = _joined(ends, why)
+        self.values = self._joined(ends, why)
         return why
 
     def _choose(self, choices: Choices) -> Truth:
@@ -269,7 +277,24 @@ class Reader:
         """Go on with what those who left a loop or function since then had, too."""
         here = [self.values, *(values for kind, values in self._left[leaves:] if kind in kinds)]
         self._left[leaves:] = [left for left in self._left[leaves:] if left[0] not in kinds]
-        self.values = _joined(here, "")
+        self.values = self._joined(here, "")
+
+    def _joined(self, ends: Sequence[dict[str, Value]], why: str) -> dict[str, Value]:
+        """Variables after one of several branches: ``why``, or else itself, is asked for where one differs in
+        more than words that change nothing."""
+        joined: dict[str, Value] = {}
+        for name in {name: None for end in ends for name in end}:
+            values = [end.get(name) for end in ends]
+            least = min((value for value in values if value is not None), key=len)
+            joined[name] = (
+                least if all(self._same(least, value) for value in values) else unknown(why or name)
+            )
+        return joined
+
+    def _same(self, least: Value, value: Value | None) -> bool:
+        words, more = (one.split() if isinstance(one, str) else one or [] for one in (least, value))
+        longer = type(least) is type(value) and more[: len(words)] == words and len(more) > len(words)
+        return value == least or (longer and self.harmless(more[len(words) :]))
 
     # --- commands ----------------------------------------------------------------------------
 
@@ -294,6 +319,9 @@ class Reader:
                 behind = redirect.children_by_field_name("destination")[1:]
                 behind += redirect.children_by_field_name("argument")
                 words += [word for part in behind for word in self._fields(part)]
+                if words[:1] == ["read"] and "-d" in words and redirect.type == "heredoc_redirect":
+                    self.values[words[-1]] = self._heredoc(redirect).strip()
+                    return False  # it found no end of a line
                 text += "".join(_source(part) for part in redirect.children if part.type == "heredoc_body")
                 later += [part for part in redirect.children if part.type in ("pipeline", "list")]
         status = self._start(words, before, text)
@@ -432,12 +460,7 @@ class Reader:
         source = _source(node)
         match node.type:
             case "string":
-                # By bytes: tree-sitter leaves out blanks and line ends between parts.
-                whole, text, begin = node.text or b"", "", 1
-                for part in (part for part in node.named_children if part.type != "string_content"):
-                    text += _unquoted(whole[begin : part.start_byte - node.start_byte]) + self._text(part)
-                    begin = part.end_byte - node.start_byte
-                return text + _unquoted(whole[begin:-1])
+                return self._spliced(node, 1, len(node.text or b"") - 1)
             case "raw_string":
                 return source[1:-1]
             case "ansi_c_string":
@@ -453,8 +476,27 @@ class Reader:
                 except _NotKnown as error:
                     return unknown(str(error) or source)
             case "command_substitution" | "process_substitution":
+                redirects = [part for part in _nodes(node) if part.type in _REDIRECTS]
+                if len(redirects) == 1 and re.match(r"\$\(\s*cat\s*<<", source.strip()):
+                    return self._heredoc(redirects[0]).rstrip("\n")
                 return source[: len(source) - len(source.lstrip())] + unknown(source.strip())
         return re.sub(r"\\(.)", r"\1", source.replace("\\\n", ""))
+
+    def _spliced(self, node: Node, begin: int, end: int) -> str:
+        """Bytes of a quoted text with its expansions; tree-sitter leaves out blanks between parts."""
+        whole, text = node.text or b"", ""
+        for part in (part for part in node.named_children if not part.type.endswith("_content")):
+            text += _unquoted(whole[begin : part.start_byte - node.start_byte]) + self._text(part)
+            begin = part.end_byte - node.start_byte
+        return text + _unquoted(whole[begin:end])
+
+    def _heredoc(self, node: Node) -> str:
+        """The text that ``<<END`` gives; of a quoted ``END`` as it stands."""
+        text = ""
+        for body in (part for part in node.children if part.type == "heredoc_body"):
+            quoted = re.match(r"<<-?\s*['\"\\\\]", _source(node))
+            text += _source(body) if quoted else self._spliced(body, 0, len(body.text or b""))
+        return re.sub(r"^\t+", "", text, flags=re.MULTILINE) if _source(node).startswith("<<-") else text
 
     def _value(self, node: Node) -> list[str]:
         """Of ``$NAME`` and ``${...}``: the words of an array, or one text."""
@@ -598,16 +640,6 @@ def _ends_line(whole: Node, part: Node, following: Node) -> bool:
     """Whether a line ends between two parts, which tree-sitter overlooks behind two assignments."""
     between = (whole.text or b"")[part.end_byte - whole.start_byte : following.start_byte - whole.start_byte]
     return b"\n" in between.replace(b"\\\n", b"")
-
-
-def _joined(ends: Sequence[dict[str, Value]], why: str) -> dict[str, Value]:
-    """Variables after one of several branches: ``why``, or else itself, is asked for where one differs."""
-    joined = {}
-    for name in {name: None for end in ends for name in end}:
-        value = ends[0].get(name)
-        same = value is not None and all(end.get(name) == value for end in ends)
-        joined[name] = value if same and value is not None else unknown(why or name)
-    return joined
 
 
 def _settable(names: Sequence[str]) -> str:

@@ -22,8 +22,8 @@ from dataclasses import dataclass, fields, replace
 
 from megatron_fused_ce.adapter.arguments import FLAG
 from megatron_fused_ce.config import FusedCEConfig
-from megatron_fused_ce.estimate.setting import Setting
-from megatron_fused_ce.estimate.static import CUBLAS_WORKSPACE
+from megatron_fused_ce.plan.setting import Setting
+from megatron_fused_ce.plan.static import CUBLAS_WORKSPACE
 from megatron_fused_ce.planner import (
     MIB,
     STOCK_BYTES_PER_LOGIT,

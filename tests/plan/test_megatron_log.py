@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
+import re
 import shlex
 import subprocess
 import sys
@@ -12,8 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fused_ce.estimate import command, megatron_log
-from megatron_fused_ce.estimate.command import setting_of
+from megatron_fused_ce.plan import closed_world, command, megatron_log
+from megatron_fused_ce.plan.answer import sentences
+from megatron_fused_ce.plan.command import plan_of, setting_of
+from megatron_fused_ce.plan.static import stages, static
+from megatron_fused_ce.scripts.dev import megatron_records
 from tests.support.checkouts import on_checkouts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,7 +79,6 @@ LOGS = {
     "out of memory": BLOCK + VOCABULARY + OUT_OF_MEMORY,
     "a mock tokenizer": block(vocab_size=250, tokenizer_type="NullTokenizer", null_tokenizer_eod_id=None),
     "a mock tokenizer before 0.18": block(vocab_size=249, tokenizer_type="NullTokenizer"),
-    "padded by a checkpoint": block(vocab_size=None, padded_vocab_size=250),
 }
 
 
@@ -105,11 +107,13 @@ def test_a_log_without_its_arguments_is_refused(log, said):
         setting_of(["--from-launch", shlex.join(launch.arguments)])
 
 
-def test_the_vocabulary_can_be_given(tmp_path):
+def test_the_vocabulary_can_be_given_or_padded_before(tmp_path):
     log = tmp_path / "train.log"
     log.write_text(BLOCK)
     words = ["--from-log", str(log), "--gpu", "h200-141gb", "--vocab-size", "250"]
     assert setting_of(words).padded_vocab_size == 256
+    log.write_text(block(vocab_size=None, padded_vocab_size=272))
+    assert setting_of(words[:4]).padded_vocab_size == 272
 
 
 def test_the_gpu_is_asked_for(tmp_path, capsys):
@@ -120,44 +124,78 @@ def test_the_gpu_is_asked_for(tmp_path, capsys):
     assert command.main(["--from-log", str(log), "--gpu-memory", "40"]) == 0
 
 
-def test_which_block_and_what_was_measured(tmp_path, capsys):
+def test_which_block_and_what_was_measured(tmp_path):
     """Only what stands behind a block is its run's: the largest rank's peak, and whether memory ran out."""
-    log = tmp_path / "train.log"
     first = block(WORDS + " --num-layers 8") + PEAK.format(0, "4096.0") + OUT_OF_MEMORY
-    log.write_text(first + BLOCK + VOCABULARY + PEAK.format(0, "1024.25") + PEAK.format(4, "2048.00"))
-    assert command.main(["--from-log", str(log), "--gpu", "h200-141gb"]) == 0
-    out = " ".join(capsys.readouterr().out.split())
+    log = first + BLOCK + VOCABULARY + PEAK.format(0, "1024.25") + PEAK.format(4, "2048.00")
+    launch = megatron_log.of_log(log, ACTIONS)
     line = first.count("\n") + 1
-    assert f"The log has 2 blocks of arguments: this is the one from line {line}, the last." in out
-    assert "Megatron measured a peak of 2.00 GiB" in out and "out of memory" not in out
-    assert command.main(["--from-log", str(log), "--gpu", "h200-141gb", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    planned = found["ways"]["unfused"]["peak"] / 2**30
-    assert f"planned for that run: {planned:.2f}." in found["sentences"]["measured"]
-    log.write_text(BLOCK + VOCABULARY + OUT_OF_MEMORY + CUT)
-    command.main(["--from-log", str(log), "--gpu", "h200-141gb"])
-    out = " ".join(capsys.readouterr().out.split())
-    assert "The run in the log ended out of memory." in out and "the last that is whole" in out
-    assert "Megatron measured" not in out
+    assert launch.notes == (
+        f"The log has 2 blocks of arguments: this is the one from line {line}, the last.",
+    )
+    assert (launch.measured_bytes, launch.out_of_memory) == (2 * 2**30, False)
+    launch = megatron_log.of_log(BLOCK + VOCABULARY + OUT_OF_MEMORY + CUT, ACTIONS)
+    assert (launch.measured_bytes, launch.out_of_memory) == (None, True)
+    assert launch.notes[0].endswith("the last that is whole.")
 
 
-def test_with_the_flag_the_peak_is_beside_the_flags(tmp_path, capsys):
-    log = tmp_path / "train.log"
+def test_with_the_flag_the_peak_is_beside_the_flags(tmp_path):
     flags = "--fused-chunked-ce --fused-ce-strategy recompute --fused-ce-num-chunks 2"
     # So large that `auto` takes grad_in_forward, whose wait a smaller head would show.
     sizes = "--seq-length 65536 --max-position-embeddings 65536 --hidden-size 1024 --vocab-size 32000"
+    log = tmp_path / "train.log"
     log.write_text(block(f"{WORDS} {sizes} {flags}") + PEAK.format(0, "99.0"))
-    assert command.main(["--from-log", str(log), "--gpu", "h200-141gb", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    peak = found["ways"]["recompute"]["peak"]
-    assert peak != found["ways"]["auto"]["peak"] == found["ways"]["grad_in_forward"]["peak"]
-    assert f"planned for that run: {peak / 2**30:.2f}." in found["sentences"]["measured"]
+    found = plan_of(["--from-log", str(log), "--gpu", "h200-141gb"])
+    assert found.planned == found.advice.way("recompute").peak != found.advice.way("auto").peak
 
 
-def test_what_a_log_does_not_count_is_said(tmp_path):
-    more = {"fp8": "hybrid", "cuda_graph_impl": "none", "optimizer": "sgd", "cpu_offloading_num_layers": 0}
-    launch = megatron_log.of_log(block(**more), ACTIONS)
-    assert launch.arguments[-2:] == ("--fp8-format=hybrid", "--optimizer=sgd")
+LARGE = (
+    "--num-layers 40 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64 --seq-length 8192"
+    " --group-query-attention --num-query-groups 8 --tensor-model-parallel-size 8 --sequence-parallel --bf16"
+    " --swiglu --vocab-size 128256 --use-distributed-optimizer"
+    " --disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights"
+)
+
+
+NONE = "No verdict: "
+
+
+@pytest.mark.parametrize(
+    ("more", "behind", "first"),
+    [
+        ({}, "", r"It fits either way; --fused-chunked-ce saves \d\.\d+ GiB"),
+        ({}, PEAK.format(0, "44000.0"), r"It fits either way; .* 42\.97 without\."),
+        ({}, PEAK.format(0, "90000.0"), rf"{NONE}87\.89 GiB were measured where \d+\.\d+ are planned; "),
+        ({}, OUT_OF_MEMORY, rf"The run ended out of memory\. {NONE}\d+\.\d+ GiB are planned, which fit"),
+        ({"hybrid_layer_pattern": "MGDM"}, "", f"{NONE}layers of kind D G are not counted; the head alone"),
+        ({"fp8": "hybrid"}, "", f"{NONE}--fp8-format may change memory and is not counted; the head alone"),
+        ({"perform_rl_step": True, "grpo_group_size": 16}, "", f"{NONE}--grpo-group-size and --perform"),
+        ({"inference_dynamic_batching_buffer_size_gb": 20.0}, "", f"{NONE}--inference-dynamic-b"),
+        ({"my_own": 3}, "", f"{NONE}my_own is none of Megatron's arguments; the head alone: "),
+        ({"consumed_train_samples": 512, "lr": 1e-3, "seed": 1}, "", "It fits either way"),
+        ({"cp_comm_type": "['p2p']", "inference_cuda_graph_scope": "GraphScope.none"}, "", "It fits"),
+        ({"eval_micro_batch_size": 1, "encoder_num_layers": 40, "encoder_seq_length": 8192}, "", "It fits"),
+        ({"eval_micro_batch_size": 8}, "", f"{NONE}--eval-micro-batch-size may change memory and is not"),
+    ],
+)  # fmt: skip
+def test_the_first_line_of_a_log(more, behind, first, tmp_path):
+    """What is said of arguments that are not counted, of a measured peak, of a run that died."""
+    log = tmp_path / "train.log"
+    log.write_text(block(LARGE, 128, **more) + behind)
+    found = plan_of(["--from-log", str(log), "--gpu", "h200"])
+    assert re.match(first, sentences(found)[0].text), sentences(found)[0].text
+
+
+def test_instances_of_the_optimizer_hold_it_whole(tmp_path):
+    """4 over 16 data-parallel ranks: 12 bytes a parameter over 4 ranks, not over 16."""
+    held = {}
+    for instances in (1, 4):
+        log = tmp_path / "train.log"
+        log.write_text(block(LARGE, 128, num_distributed_optimizer_instances=instances))
+        one = setting_of(["--from-log", str(log), "--gpu", "h200"])
+        held[instances] = [static(one, stage).optimizer for stage in stages(one)]
+        count = [static(one, stage).dense for stage in stages(one)]
+    assert held[1] == [12 * n // 16 for n in count] and held[4] == [12 * n // 4 for n in count]
 
 
 def test_a_launch_from_a_yaml_file():
@@ -224,9 +262,15 @@ def test_what_megatron_itself_prints(checkout):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     logs = done.stdout.split(" end of arguments ")
+    known = command._options() + [action.dest for action in ACTIONS]
     for more, log in zip(REAL, logs[:-1], strict=True):
         launch = megatron_log.of_log(f"{log} end of arguments ---------------------", ACTIONS)
         size = launch.arguments[launch.arguments.index("--vocab-size") + 1]
         assert launch.gpus == 8 and size in ("250", "251")  # before 0.18, one more
         found = setting_of(["--from-launch", shlex.join(launch.arguments), "--gpus", "8"])
         assert found == setting_of(["--from-launch", f"{base} {more} --vocab-size {size}", "--gpus", "8"])
+        # Nothing of what its checks derive is taken for an argument that was given, and its version is told.
+        own, _ = command._parser(own=False).parse_known_args(list(launch.arguments))
+        own.sharding = None
+        assert closed_world.judge(launch.logged, own, known, logged=True).uncounted == {}
+        assert closed_world.versions_of(launch.logged) == (megatron_records.version(Path(checkout)),)

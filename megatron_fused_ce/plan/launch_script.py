@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 #: Names that hold several arguments rather than one's value.
@@ -46,6 +47,8 @@ class TrainingLaunch:
     gpus: int | None
     #: why they do not, a clause
     no_gpus: str = ""
+    #: the Python file that is started, or -m and a module; empty where none is named
+    program: str = ""
     #: sentences about what was read
     notes: tuple[str, ...] = ()
     #: of a log: the largest peak that Megatron says it measured, and whether the run died of memory
@@ -53,6 +56,8 @@ class TrainingLaunch:
     out_of_memory: bool = False
     #: of a log: whether the plan is of that run, without a change
     as_logged: bool = True
+    #: of a log: every argument as printed, by its destination
+    logged: Mapping[str, str] | None = None
 
 
 def of_string(text: str, count_gpus: bool = True) -> TrainingLaunch:
@@ -92,12 +97,13 @@ def of_script(
         ImportError: the parser of bash is not installed.
         ValueError: no training is launched, or several, or with a variable that has no value.
     """
-    from megatron_fused_ce.estimate.shell_words import Reader, readable, unknowns
+    from megatron_fused_ce.plan.closed_world import harmless
+    from megatron_fused_ce.plan.shell_words import Reader, readable, unknowns
 
     lines = re.findall(r"^#SBATCH\s+(.*)", text, re.MULTILINE)
     slurm = [word for line in lines for word in shlex.split(line, comments=True)]
     values = {name: value for name, options in _SLURM.items() if (value := _value_of(options, slurm))}
-    reader = Reader(given, folder, values)
+    reader = Reader(given, folder, values, harmless)
     reader.read(text)
     if strange := set(given) - reader.names:
         raise ValueError(
@@ -126,7 +132,7 @@ def of_script(
 
 def _the_launch(found: Sequence[tuple[list[str], str]], known: Collection[str]) -> tuple[list[str], int]:
     """The only command that starts a training, and the place of the Python script in it."""
-    from megatron_fused_ce.estimate.shell_words import readable, unknowns
+    from megatron_fused_ce.plan.shell_words import readable, unknowns
 
     launches = {}
     for words, why in found:
@@ -158,13 +164,17 @@ def _ask(missing: Sequence[tuple[str, str]], or_gpus: bool) -> None:
 
 
 def _script(words: Sequence[str]) -> int | None:
-    """Index of the first Python script."""
-    return next((index for index, word in enumerate(words) if word.endswith(".py")), None)
+    """Index of the first Python script; without one, of the module that -m names and that is no launcher."""
+    scripts = [index for index, word in enumerate(words) if word.endswith(".py")]
+    pairs = enumerate(pairwise(words), 1)
+    modules = [index for index, (flag, name) in pairs if flag == "-m" and name not in _LAUNCHERS]
+    return next(iter([*scripts, *modules]), None)
 
 
 def _launch(words: Sequence[str], place: int, slurm: Sequence[str], count_gpus: bool) -> TrainingLaunch:
     gpus, why = _gpus(words[:place], slurm) if count_gpus else (None, "")
-    return TrainingLaunch(tuple(words[place + 1 :]), gpus, why)
+    module = "-m " if words[place - 1 : place] == ["-m"] else ""
+    return TrainingLaunch(tuple(words[place + 1 :]), gpus, why, program=module + words[place])
 
 
 def _launcher(words: Sequence[str]) -> tuple[str, Sequence[str]]:
@@ -206,7 +216,7 @@ def _value_of(names: Sequence[str], words: Sequence[str]) -> str | None:
 
 def _missing(words: Sequence[str], needed: Collection[str]) -> list[tuple[str, str]]:
     """What is not known of arguments that are needed: a variable or a text, and the argument."""
-    from megatron_fused_ce.estimate.shell_words import unknown, unknowns
+    from megatron_fused_ce.plan.shell_words import unknown, unknowns
 
     missing = []
     for before, word in zip(("", *words), words, strict=False):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_fused_ce.config import FusedCEConfig
-from megatron_fused_ce.estimate import head_command
+from megatron_fused_ce.plan import head_command
 from megatron_fused_ce.planner import PlanInputs, plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,7 +88,7 @@ def test_command_line_bad_input_is_one_line_and_status_2(line, words, capsys):
 
 def test_the_module_runs_without_torch():
     code = (
-        "import sys; sys.modules['torch'] = None; from megatron_fused_ce.estimate.head_command import main; "
+        "import sys; sys.modules['torch'] = None; from megatron_fused_ce.plan.head_command import main; "
         f"main({LINE.split()!r})"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

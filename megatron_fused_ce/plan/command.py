@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_fused_ce.adapter.arguments import add_arguments
@@ -18,14 +19,14 @@ from megatron_fused_ce.command_line import (
     whole,
     writable_file,
 )
-from megatron_fused_ce.estimate import launch_script, megatron_arguments, megatron_log
-from megatron_fused_ce.estimate.advice import Gpu, advise
-from megatron_fused_ce.estimate.answer import GIB, Result
-from megatron_fused_ce.estimate.heads import StockPath
-from megatron_fused_ce.estimate.launch_script import TrainingLaunch
-from megatron_fused_ce.estimate.named_models import MODELS, known_name
-from megatron_fused_ce.estimate.search import NODE, Search
-from megatron_fused_ce.estimate.setting import SHARDINGS, Setting
+from megatron_fused_ce.plan import closed_world, launch_script, megatron_arguments, megatron_log
+from megatron_fused_ce.plan.advice import Gpu, advise
+from megatron_fused_ce.plan.answer import GIB, OFF, Result
+from megatron_fused_ce.plan.closed_world import Judged
+from megatron_fused_ce.plan.heads import StockPath
+from megatron_fused_ce.plan.launch_script import TrainingLaunch
+from megatron_fused_ce.plan.named_models import MODELS, known_name
+from megatron_fused_ce.plan.setting import SHARDINGS, Setting
 
 #: No machine of today has as much.
 MOST_RANKS, MOST_GIB = 10**6, 10**6
@@ -35,11 +36,12 @@ MOST_SCRIPT_BYTES, MOST_LOG_BYTES = 2**20, 2**28
 #: 2026-11-21-h200-longest-sequence.json, 2026-11-21-h200-tp4-pretrain-reach.json).
 OVERHEAD_GIB = 2.0
 #: GiB as torch's out-of-memory messages give them: 139.80 in those files; 79.14 to 79.25 in public reports of
-#: A100s and H100s of 80 GB.
+#: A100s and H100s of 80 GB; 178.35 of a B200 (pytorch/ao, pull request 4002). A first part is short for it.
 GPUS = {
     "h100-80gb": ("NVIDIA H100 80GB HBM3", 79.14, True),
     "h200-141gb": ("NVIDIA H200", 139.80, True),
     "a100-80gb": ("NVIDIA A100-SXM4-80GB", 79.14, False),
+    "b200-180gb": ("NVIDIA B200", 178.35, False),
 }
 HELP = """Predict what a training holds on a GPU with each way of computing the loss.
 
@@ -65,6 +67,14 @@ def _options() -> list[str]:
     return [name for action in _parser(own=False)._actions for name in action.option_strings]
 
 
+def _gpu_name(text: str) -> str:
+    """A name of :data:`GPUS`, or its first part."""
+    found = [name for name in GPUS if text.lower() in (name, name.partition("-")[0])]
+    if not found:
+        raise argparse.ArgumentTypeError(f"no GPU {text!r}; there are {', '.join(GPUS)}")
+    return found[0]
+
+
 def _add_own(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--model", metavar="NAME", help=f"one of {', '.join(MODELS)}")
@@ -88,9 +98,10 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="of the whole run [the launch's, or the fewest]",
     )
-    add("--gpus-per-node", type=whole(most=MOST_RANKS), metavar="N",
-        help=f"the largest tensor-parallel size that is tried [{NODE}]; a log does not say it")  # fmt: skip
-    add("--gpu", choices=tuple(GPUS), help="[h100-80gb]; a log does not say it")
+    add("--ignore", action="append", default=[], metavar="NAME",
+        help="an argument, without dashes, or a program that you vouch for; repeatable")  # fmt: skip
+    add("--gpu", type=_gpu_name, metavar="NAME",
+        help=f"{', '.join(GPUS)} [{next(iter(GPUS))}]; a log does not say it")  # fmt: skip
     add(
         "--gpu-memory",
         type=number(above=True, most=MOST_GIB),
@@ -109,7 +120,7 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
     add("--logit-bytes", type=number(above=True, most=1024), metavar="B",
         help="one more way: another program's loss that holds B bytes a logit")  # fmt: skip
     add("--plot", type=Path, metavar="FILE", help="draw the ways as bars")
-    add("--detail", action="store_true", help="print every strategy and the sums of every part as well")
+    add("--explain", action="store_true", help="say why, with every strategy and the sums of every part")
     add("--json", action="store_true", help="print bytes for programs instead of tables")
 
 
@@ -136,7 +147,7 @@ def setting_of(words: Sequence[str]) -> Setting:
         OSError: a file cannot be read.
         ValueError: something is missing, unknown or contradicts itself; says what to do.
     """
-    return _read(words)[1]
+    return _read(words).setting
 
 
 def plan_of(words: Sequence[str]) -> Result:
@@ -145,7 +156,8 @@ def plan_of(words: Sequence[str]) -> Result:
     Raises:
         OSError, ValueError: as :func:`setting_of`.
     """
-    given, setting, launch, notes = _read(words)
+    read = _read(words)
+    given, setting, launch = read.given, read.setting, read.launch
     gpu = _gpu(given)
     baseline = given.cross_entropy_fusion_impl if given.cross_entropy_loss_fusion else "unfused"
     others: tuple[StockPath, ...] = ()
@@ -153,19 +165,18 @@ def plan_of(words: Sequence[str]) -> Result:
         others = (_other_path(given.logit_bytes),)
         baseline = others[0].name
     advice = advise(setting, gpu, baseline, others)
-    node = given.gpus_per_node or (None if given.from_log else NODE)
-    search = Search(setting, gpu, _fixed(given), node) if node else None
-    return Result(_name(given), setting, advice, notes, search, others, launch, given.fused_chunked_ce)
-
-
-def _fixed(given: argparse.Namespace) -> frozenset[str]:
-    """Parts of the setting that no flag added behind these would change."""
-    fixed = {
-        "optimizer": given.sharding is not None,
-        "recompute": given.recompute_activations,
-        "expert_tensor": given.expert_tensor_parallel_size is not None,
-    }
-    return frozenset(name for name, is_fixed in fixed.items() if is_fixed)
+    result = Result(
+        _name(given), setting, advice, read.notes, read.judged, None, others, launch, given.fused_chunked_ce
+    )
+    result = replace(result, planned=result.now.peak, versions=read.versions)
+    if result.measured and abs(result.planned / result.measured - 1) <= OFF:
+        # What was measured leads: every sum is moved by the difference.
+        setting = replace(setting, beside=result.measured - result.planned)
+        result = replace(result, setting=setting, advice=advise(setting, gpu, baseline, others))
+    if read.judged.bounded and not result.measured:
+        most = closed_world.most(setting, read.judged.bounded)
+        result = replace(result, most=advise(most, gpu, baseline, others))
+    return result
 
 
 def _name(given: argparse.Namespace) -> str:
@@ -182,28 +193,92 @@ def _is_launch(text: str) -> bool:
     return " " in text.strip() or text.startswith("--")
 
 
-def _read(words: Sequence[str]) -> tuple[argparse.Namespace, Setting, TrainingLaunch | None, list[str]]:
-    """The arguments, the setting that they describe, the launch that has them, and notes on what was read."""
+@dataclass(frozen=True)
+class _Read:
+    """A command line and the launch that it names."""
+
+    given: argparse.Namespace
+    setting: Setting
+    launch: TrainingLaunch | None
+    notes: list[str]
+    judged: Judged
+    #: of Megatron, of which it is one
+    versions: tuple[str, ...]
+
+
+def _read(words: Sequence[str]) -> _Read:
     first = _parser(own=True).parse_args(words)
     launch = _launch(first, words)
+    if launch:
+        _ask(launch)
     before = list(launch.arguments) if launch else list(megatron_arguments.USUAL)
     if first.model:
         first.model = known_name(first.model)
         before += MODELS[first.model].arguments.split()
     # The command line comes last, so that its numbers win.
-    known, _ = _parser(own=False).parse_known_args(before)
+    own = _parser(own=False)
+    known, _ = own.parse_known_args(before)
     as_launched = {name: value for name, value in vars(known).items() if value is not None}
     given = _parser(own=True).parse_args(words, namespace=known)
     given.model = first.model
+    judged = _judged(launch, given, own)
     if launch:
         same = all(vars(given)[name] == value for name, value in as_launched.items())
         launch = replace(launch, as_logged=same and given.gpus in (None, launch.gpus))
-    setting = megatron_arguments.setting_of(given, given.gpus or (launch.gpus if launch else None))
-    notes = [*(launch.notes if launch else ()), *megatron_arguments.notes(before, _options())]
+    gpus = given.gpus or (launch.gpus if launch else None)
+    try:
+        setting = megatron_arguments.setting_of(given, gpus, launch.program if launch else "")
+    except ValueError:
+        if not judged.uncounted:
+            raise
+        # Of a model that cannot be planned the head still can.
+        setting = megatron_arguments.setting_of(megatron_arguments.head_alone(given), gpus)
+    notes = list(launch.notes) if launch else []
     if launch and not (launch.gpus or given.gpus):
         fewest = f"planned for the fewest that the parallel sizes take, {setting.parallel.gpus}"
         notes.insert(0, f"The number of GPUs is not known, {launch.no_gpus}: {fewest}; or give --gpus.")
-    return given, setting, launch, notes
+    if launch and "--num-query-groups" in before and not given.group_query_attention:
+        notes.append("--num-query-groups has no effect: Megatron ignores it without --group-query-attention.")
+    return _Read(given, setting, launch, notes, judged, _versions(given, launch))
+
+
+def _judged(launch: TrainingLaunch | None, given: argparse.Namespace, own: Parser) -> Judged:
+    """What of a launch is not counted and not vouched for; of a model by name what is bounded alone."""
+    if launch is None:
+        return closed_world.judge({}, given, ())
+    ours = {name for action in own._actions for name in (action.dest, *action.option_strings)}
+    logged = launch.logged is not None
+    values = launch.logged if launch.logged is not None else closed_world.stated(launch.arguments)
+    judged = closed_world.judge(values, given, ours, logged=logged)
+    uncounted = judged.uncounted | megatron_arguments.unsure(given)
+    program = launch.program.rpartition("/")[2]
+    if program and program not in closed_world.PROGRAMS:
+        uncounted = {program.removeprefix("-m "): f"what {program} trains is not known"} | uncounted
+    vouched = {name.strip("-").replace("-", "_") for name in given.ignore}
+    return Judged(
+        {name: why for name, why in uncounted.items() if name.strip("-").replace("-", "_") not in vouched},
+        judged.bounded,
+    )
+
+
+def _ask(launch: TrainingLaunch) -> None:
+    """``ValueError`` where an argument of effect has a place that its author left open, such as <SIZE>."""
+    for name, value in ({} if launch.logged is not None else closed_world.stated(launch.arguments)).items():
+        known = closed_world.arguments().get(name)
+        if re.fullmatch(r"<[^<>]*>", value) and known and known.which != "none":
+            raise ValueError(f"{known.option} is {value}, a place to fill: give {known.option}")
+
+
+def _versions(given: argparse.Namespace, launch: TrainingLaunch | None) -> tuple[str, ...]:
+    """Of Megatron: a log's, by its arguments, or that of the checkout that a script lies in; else all."""
+    if launch and launch.logged is not None:
+        return closed_world.versions_of(launch.logged)
+    if given.from_launch and not _is_launch(given.from_launch):
+        for folder in Path(given.from_launch).resolve().parents:
+            info = folder / "megatron" / "core" / "package_info.py"
+            if info.is_file():
+                return (".".join(re.findall(r"^M\w+ = (\d+)", info.read_text(), re.MULTILINE)),)
+    return closed_world.versions()
 
 
 def _one_line(error: Exception) -> str:
@@ -272,10 +347,10 @@ def _other_path(bytes_per_logit: float) -> StockPath:
 
 
 def _output(result: Result, given: argparse.Namespace) -> None:
-    from megatron_fused_ce.estimate import report
+    from megatron_fused_ce.plan import report
 
     if given.plot:
-        from megatron_fused_ce.estimate import plot
+        from megatron_fused_ce.plan import plot
 
         plot.draw(result.advice, _title(result), given.plot)
     if given.json:
@@ -287,7 +362,7 @@ def _output(result: Result, given: argparse.Namespace) -> None:
     report.show(
         Console(width=min(console.width, report.WIDTH) if console.is_terminal else report.WIDTH),
         result,
-        given.detail,
+        given.explain,
     )
 
 

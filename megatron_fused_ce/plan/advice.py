@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from megatron_fused_ce.config import STRATEGY_CHOICES
-from megatron_fused_ce.estimate import heads
-from megatron_fused_ce.estimate.heads import HeadMemory, StockPath
-from megatron_fused_ce.estimate.peaks import Estimate, estimate
-from megatron_fused_ce.estimate.setting import Setting
+from megatron_fused_ce.plan import heads
+from megatron_fused_ce.plan.heads import HeadMemory, StockPath
+from megatron_fused_ce.plan.peaks import Estimate, estimate
+from megatron_fused_ce.plan.setting import Setting
 from megatron_fused_ce.planner import MIB
 
 #: Sequences are searched in multiples of this many tokens and of the ranks that divide them, up to
@@ -22,8 +22,10 @@ LONGEST = 2**24
 #: block for it. Of two runs on an H200, one with 0.21 of it free ran out of memory in its second step,
 #: one with 0.37 trained (2026-11-21-h200-longest-sequence.json, 2026-11-21-h200-tp4-pretrain-reach.json).
 TIGHT = 0.3
-#: Part of the GPU's usable memory below which the flag, or a smaller head, saves nothing worth its use.
-WORTH = 0.01
+#: Part of the peak from which on what the flag saves is worth its use.
+WORTH = 0.05
+#: Bytes that are none: what two figures in GiB do not show.
+NOTHING = 2**30 // 200
 #: Steps of length behind the first one that does not fit which are looked at as well: with other chunks a
 #: longer sequence may need less.
 STEPS_BEHIND = 32
@@ -71,8 +73,9 @@ class Way:
         return self.estimate.peak
 
 
-#: What to do with the flag: use it; use it, since nothing fits without it; leave it out; neither helps.
-DECISIONS = ("use", "needed", "leave out", "does not fit")
+#: What to do with the flag: use it; use it, since nothing fits without it; as you like; leave it out; neither
+#: helps.
+DECISIONS = ("use", "needed", "either", "leave out", "does not fit")
 
 
 @dataclass(frozen=True)
@@ -84,8 +87,6 @@ class Advice:
     baseline: Way
     #: the plugin with the recommended flags
     recommended: Way
-    #: a smaller head that takes more time, where the recommended one still bounds the run
-    smaller: Way | None
 
     def way(self, name: str) -> Way:
         return next(way for way in self.ways if way.head.name == name)
@@ -101,7 +102,9 @@ class Advice:
         before, after = self.baseline.verdict == "fits", self.recommended.verdict == "fits"
         if not before:
             return "needed" if after else "does not fit"
-        return "use" if after and self.saved >= WORTH * self.gpu.usable else "leave out"
+        if not after or self.saved < NOTHING:
+            return "leave out"
+        return "use" if self.saved >= WORTH * self.baseline.peak else "either"
 
 
 def advise(
@@ -125,7 +128,6 @@ def advise(
         ways,
         next(way for way in stock if way.head.name == baseline),
         recommended,
-        _smaller(setting, gpu, recommended),
     )
 
 
@@ -202,21 +204,12 @@ def recommended_way(setting: Setting, gpu: Gpu) -> Way:
     return smaller if smaller and smaller.verdict != "does not fit" else asked
 
 
-def _smaller(setting: Setting, gpu: Gpu, way: Way) -> Way | None:
-    """A smaller head that is no longer the peak, or the smallest there is; None if there is no smaller
-    one."""
-    if way.estimate.bound.name != "head":
-        return None
-    other = way.estimate.moments[1].total
-    return _within(setting, gpu, way, other)
-
-
 def _within(setting: Setting, gpu: Gpu, way: Way, peak: int) -> Way | None:
-    """``auto`` with the budget that leaves the head's moment at ``peak``, if it is worth it."""
+    """``auto`` with the budget that leaves the head's moment at ``peak``, if it is smaller."""
     rest = way.estimate.moment("head").total - way.head.peak
     beside = way.head.peak - way.head.predicted
     budget = max(1, (peak - rest - beside) // MIB)
     found = _plugin_way(setting, gpu, "auto", budget)
     if found.head.predicted > budget * MIB:  # the smallest plan: name a budget that it meets
         found = _plugin_way(setting, gpu, "auto", -(-found.head.predicted // MIB))
-    return found if way.peak - found.peak >= WORTH * gpu.usable else None
+    return found if found.peak < way.peak else None

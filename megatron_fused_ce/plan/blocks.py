@@ -4,7 +4,7 @@ A layer of a GPT is attention and an MLP (or experts); a layer of a hybrid model
 figure is bytes for one of the ``T`` tokens of the tensor-parallel group, on one rank.
 
 Source: Korthikanti et al. 2022 (arXiv:2205.05198), equations 1 to 4, which these come to for the layer of
-that paper (``tests/tools/test_estimate.py``), with what has changed since:
+that paper (``tests/plan/test_sums.py``), with what has changed since:
 
 - flash attention keeps one fp32 a head and token where attention kept its scores;
 - with grouped queries, keys and values are smaller than queries;
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
-from megatron_fused_ce.estimate.setting import DecoderSizes, Mixture, Setting
+from megatron_fused_ce.plan.setting import DecoderSizes, Mixture, Setting
 
 FP32 = 4
 #: Of a dropout's mask.
@@ -116,6 +116,27 @@ def gathered_row(setting: Setting) -> float:
     return setting.itemsize * setting.model.hidden_size * (setting.parallel.sequence_parts > 1)
 
 
+def _scores(setting: Setting) -> float:
+    """Softmax, and with dropout its mask and its result, of one token against the sequence."""
+    training = setting.training
+    an_entry = setting.itemsize * (1 + training.attention_dropout) + MASK * training.attention_dropout
+    return an_entry * setting.model.num_attention_heads / setting.parallel.tensor * training.sequence
+
+
+def _angles(setting: Setting, size: int) -> float:
+    """Without the fused kernel each rotation keeps a cosine and a sine of its own, one for all sequences of a
+    micro-batch (Megatron's rope_utils.py)."""
+    return 2 * 2 * setting.itemsize * size / setting.training.micro_batch
+
+
+def _inside(setting: Setting, query: int) -> float:
+    """What attention's backward sums, over all ranks: fp32 gradients of the queries, or the scores' two."""
+    training = setting.training
+    if training.flash_attention:
+        return FP32 * query
+    return 2 * setting.itemsize * setting.model.num_attention_heads * training.sequence
+
+
 @dataclass(frozen=True)
 class Attention(Block):
     """Multi-head attention with grouped queries."""
@@ -149,29 +170,20 @@ class Attention(Block):
         if setting.training.flash_attention:
             kept["softmax statistics"] = FP32 * self.model.num_attention_heads / t
         else:
-            kept["scores"] = self._scores(setting)
+            kept["scores"] = _scores(setting)
             if self.model.rotary:
                 # The rotated copies; values are a view of all three, which stay as they are.
                 kept["rotated queries, keys"] = e * (self._query + self._key_value / 2) / t
+        if self.model.rotary and not setting.training.rope_fusion:
+            kept["cosines, sines"] = _angles(setting, self.model.head_dim)
         if self.model.qk_norm:
             kept["queries, keys before their norm"] = e * (self._query + self._key_value / 2) / t
         return kept
 
-    def _scores(self, setting: Setting) -> float:
-        """Softmax, and with dropout its mask and its result, of one token against the sequence."""
-        training = setting.training
-        an_entry = setting.itemsize * (1 + training.attention_dropout)
-        an_entry += MASK * training.attention_dropout
-        heads = self.model.num_attention_heads / setting.parallel.tensor
-        return an_entry * heads * training.sequence
-
     def backward(self, setting: Setting) -> float:
         """Gradients of output, queries, keys and values; fp32 sums of the queries', or the scores' two."""
-        e, t, training = setting.itemsize, setting.parallel.tensor, setting.training
-        inside = FP32 * self._query
-        if not training.flash_attention:
-            inside = 2 * e * self.model.num_attention_heads * training.sequence
-        return (e * (2 * self._query + self._key_value) + inside) / t
+        e, t = setting.itemsize, setting.parallel.tensor
+        return (e * (2 * self._query + self._key_value) + _inside(setting, self._query)) / t
 
     def recomputed(self, setting: Setting) -> set[str]:
         modules = setting.training.recompute.modules
@@ -214,17 +226,20 @@ class LatentAttention(Block):
     def inner(self, setting: Setting) -> dict[str, float]:
         e, t, p = setting.itemsize, setting.parallel.tensor, setting.parallel.sequence_parts
         query, value, low = self._sizes()
+        flash, latent = setting.training.flash_attention, self.model.latent
+        assert latent is not None
+        angles = 0.0 if setting.training.rope_fusion else _angles(setting, latent.qk_pos_emb_head_dim)
         return {
-            "low-rank vectors": 2 * e * low / p,  # before and behind their norms
+            "low-rank vectors": 2 * e * low / p + angles,  # before and behind their norms
             "queries, keys, values": e * (2 * query + value) / t,
             "attention output": e * value / t,
-            "softmax statistics": FP32 * self.model.num_attention_heads / t,
+            "softmax statistics": FP32 * self.model.num_attention_heads / t if flash else _scores(setting),
         }
 
     def backward(self, setting: Setting) -> float:
         query, value, _ = self._sizes()
         t = setting.parallel.tensor
-        return (setting.itemsize * (2 * query + 2 * value) + FP32 * query) / t
+        return (setting.itemsize * (2 * query + 2 * value) + _inside(setting, query)) / t
 
     def recomputed(self, setting: Setting) -> set[str]:
         modules = setting.training.recompute.modules
@@ -303,7 +318,7 @@ class Experts(Block):
     def _routed(self, setting: Setting) -> tuple[float, float]:
         """Rows of a rank's experts for one token, and the ranks that divide an expert."""
         parallel = setting.parallel
-        tokens = self._mixture.topk * parallel.expert_tensor / parallel.tensor
+        tokens = self._mixture.load * self._mixture.topk * parallel.expert_tensor / parallel.tensor
         return tokens, parallel.expert_tensor
 
     def inner(self, setting: Setting) -> dict[str, float]:
@@ -316,6 +331,9 @@ class Experts(Block):
             "first product": e * tokens * _gates(self.model) * mixture.ffn_hidden_size / ranks,
             "activation": e * tokens * mixture.ffn_hidden_size / ranks,
         }
+        if not self.model.gated:
+            # The router's weight is multiplied in behind it; a gate's fused kernel keeps neither.
+            kept["activation before its weight"] = kept["activation"]
         if shared := mixture.shared_ffn_hidden_size:
             kept["shared expert"] = e * (_gates(self.model) + 1) * shared / t
         return kept
@@ -328,7 +346,7 @@ class Experts(Block):
 
     def recomputed(self, setting: Setting) -> set[str]:
         modules, kept = setting.training.recompute.modules, set(self.inner(setting))
-        names = {"activation"} if "moe_act" in modules else set()
+        names = {"activation", "activation before its weight"} & kept if "moe_act" in modules else set()
         names |= {"shared expert"} & kept if "shared_experts" in modules else set()
         return kept if "moe" in modules else names
 

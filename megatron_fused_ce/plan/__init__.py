@@ -4,7 +4,8 @@
 parts; ``static`` the weights, gradients and optimizer of a pipeline stage; ``heads`` each way of computing
 the loss; ``peaks`` adds them up, moment by moment. ``named_models``, ``megatron_arguments``, ``megatron_log``
 and ``launch_script`` turn names, Megatron's arguments, logs and shell scripts into a setting;
-``advice`` compares the ways, ``search`` finds what fits instead, ``answer`` has every sentence that is said;
+``closed_world`` says what of a launch is not counted; ``advice`` compares the ways, ``answer`` has every
+sentence that is said;
 ``report`` and ``plot`` show the result, and ``command`` is ``python -m megatron_fused_ce plan``.
 
 Letters as in the package, and ``t`` ranks of the tensor-parallel group, ``p`` the same with sequence

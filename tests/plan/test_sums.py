@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_fused_ce.config import STRATEGY_CHOICES, FusedCEConfig
-from megatron_fused_ce.estimate import advice, blocks, heads, static
-from megatron_fused_ce.estimate.advice import Gpu, advise
-from megatron_fused_ce.estimate.command import plan_of, setting_of
-from megatron_fused_ce.estimate.named_models import MODELS
-from megatron_fused_ce.estimate.peaks import Estimate, estimate
-from megatron_fused_ce.estimate.setting import (
+from megatron_fused_ce.plan import advice, blocks, heads, static
+from megatron_fused_ce.plan.advice import Gpu, advise
+from megatron_fused_ce.plan.command import plan_of, setting_of
+from megatron_fused_ce.plan.named_models import MODELS
+from megatron_fused_ce.plan.peaks import Estimate, estimate
+from megatron_fused_ce.plan.setting import (
     DecoderSizes,
     Latent,
     Mixture,
@@ -147,6 +147,32 @@ def test_latent_attention_and_experts_have_norms_of_their_own():
     assert kept.dropped(moe) == set(kept.inner(moe))
 
 
+@pytest.mark.parametrize("dropout", [False, True])
+def test_latent_attention_without_flash_attention_keeps_its_scores(dropout):
+    """Softmax, and with dropout a mask and its result, 8 heads against 256 tokens; then two more."""
+    model = replace(MODERN, latent=Latent(24, 16, 8, 4, 8))
+    block = blocks.LatentAttention(model)
+    flash, unfused = setting(model), setting(model, flash_attention=False, attention_dropout=dropout)
+    kept = sum(block.inner(unfused).values()) - sum(block.inner(flash).values())
+    assert kept == (5 if dropout else 2) * 8 * 256 - 4 * 8
+    query = 8 * (8 + 4)
+    assert block.backward(unfused) - block.backward(flash) == 2 * 2 * 8 * 256 - 4 * query
+
+
+def test_a_rotation_without_its_kernel_keeps_cosines_and_sines():
+    for micro_batch in (1, 4):
+        fused, own = (setting(rope_fusion=fused, micro_batch=micro_batch) for fused in (True, False))
+        assert kept_by_a_layer(own) - kept_by_a_layer(fused) == 4 * 2 * 8 / micro_batch
+
+
+def test_chunks_of_a_pattern_and_ends_that_count_as_layers():
+    """6 layers, embedding and loss over 4 stages of 2 chunks: the first and the last chunk are empty."""
+    parallel = Parallel(gpus=4, pipeline=4, chunks=2, ends_count=(True, True))
+    assert parallel.chunk_layers(6) == [0, 1, 1, 1, 1, 1, 1, 0]
+    found = static.stages(setting(replace(MODERN, num_layers=6), parallel))
+    assert [[len(chunk) for chunk in stage.chunks] for stage in found] == [[0, 1], [1, 1], [1, 1], [1, 0]]
+
+
 def test_a_mamba_mixer_keeps_the_scan_before_and_behind_its_gate():
     """Hand-computed: 4 heads of 32, a state of 16, 2 groups."""
     model = replace(MODERN, pattern="M*M-", state_space=StateSpace(4, 32, 16, 2))
@@ -182,6 +208,10 @@ def test_experts_keep_the_tokens_they_are_sent():
         "activation": 2 * 3 * 40,
         "shared expert": 2 * 3 * 24,
     }
+    # Without a gate's fused kernel, what the router's weight is multiplied into as well; all with the load.
+    plain = replace(MODERN, gated=False, mixture=replace(mixture, load=1.5))
+    inner = blocks.Experts(plain).inner(setting(plain))
+    assert inner["activation"] == inner["activation before its weight"] == 1.5 * 2 * 3 * 40
 
 
 def test_full_recompute_keeps_an_input_a_layer():
@@ -228,7 +258,7 @@ def test_micro_batches_in_flight(pipeline, chunks, micro_batches, layers):
     model = replace(MODERN, num_layers=pipeline * chunks)
     parallel = Parallel(gpus=pipeline, pipeline=pipeline, chunks=chunks)
     one = setting(model, parallel, num_micro_batches=micro_batches)
-    from megatron_fused_ce.estimate.peaks import _Activations
+    from megatron_fused_ce.plan.peaks import _Activations
 
     waiting = [_Activations(one, stage).waiting() for stage in static.stages(one)]
     a_layer = kept_by_a_layer(one) * one.num_tokens
@@ -544,14 +574,6 @@ def test_a_budget_where_only_a_smaller_head_fits():
     assert "--fused-ce-memory-mb" in found.recommended.head.flags
     assert found.recommended.verdict == "fits"
     assert found.recommended.peak <= between
-
-
-def test_a_smaller_head_is_named_where_the_head_still_bounds():
-    found = plan_of(["--model", "qwen3-0.6b", "--seq-length", "16384",
-                     "--recompute-granularity", "full"]).advice  # fmt: skip
-    assert found.recommended.estimate.bound.name == "head"
-    assert found.smaller is not None and found.smaller.peak < 0.99 * found.recommended.peak
-    assert found.smaller.head.relative_time > found.recommended.head.relative_time
 
 
 def test_tight_is_told_apart():

@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_fused_ce.estimate import blocks
-from megatron_fused_ce.estimate.blocks import Layer, Weight
-from megatron_fused_ce.estimate.setting import Setting
+from megatron_fused_ce.plan import blocks
+from megatron_fused_ce.plan.blocks import Layer, Weight
+from megatron_fused_ce.plan.setting import Setting
 from megatron_fused_ce.planner import MIB
 
 #: cuBLAS's workspace on Hopper, one of Transformer Engine's own products and one of torch's for each
@@ -208,4 +208,11 @@ def libraries(setting: Setting, *, stock_head: bool) -> int:
         scores = setting.itemsize * heads * training.sequence * setting.num_tokens
     if stock_head or not training.transformer_engine:
         rows = round(blocks.gathered_row(setting) * setting.num_tokens)
+    if model.mixture and model.mixture.gathers:
+        parallel = setting.parallel
+        ranks = parallel.expert * parallel.expert_tensor
+        gathered = (
+            setting.itemsize * model.hidden_size * setting.num_tokens * ranks // parallel.sequence_parts
+        )
+        rows = max(rows, gathered)
     return held + max(scores, rows)

@@ -1,0 +1,240 @@
+"""What a plan says: the list of its sentences, and which of them hold.
+
+Every line that ``plan`` prints outside its tables is one of :data:`SENTENCES`;
+``tests/plan/test_sentences.py`` makes each of them true and, in a neighbour case, false.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron_fused_ce.adapter.arguments import FLAG
+from megatron_fused_ce.plan.advice import LENGTH_STEP, LONGEST, TIGHT, Advice, Way
+from megatron_fused_ce.plan.closed_world import UNKNOWN, Judged
+from megatron_fused_ce.plan.heads import StockPath
+from megatron_fused_ce.plan.launch_script import TrainingLaunch
+from megatron_fused_ce.plan.peaks import MOMENTS
+from megatron_fused_ce.plan.setting import Setting
+from megatron_fused_ce.plan.static import parameters
+from megatron_fused_ce.planner import MIB
+
+GIB = 2**30
+#: By name. GiB are of one GPU; "the flag" is the one that the first sentence names.
+SENTENCES = {
+    # The answer: one of these, first.
+    "use": "Use it: peak {after} GiB a GPU with {flags}, {before} without: saves {saved} ({part}); {usable} "
+    "usable.",
+    "needed": "Use it: {after} GiB a GPU with {flags} fit, {before} without do not; {usable} usable.",
+    "either": "It fits either way; {flags} saves {saved} GiB ({part}): peak {after}, {before} without.",
+    "leave out": "Leave it out: peak {before} GiB a GPU without {flags}, {after} with it; {usable} usable.",
+    "does not fit": "Not enough memory: {before} GiB a GPU without {flags}, {after} with; {usable} usable.",
+    "no verdict": "No verdict: {why}; the head alone: {before} → {after} GiB.",
+    # Behind it, in short.
+    "vouch": "Not counted: {clauses}. --ignore {name} vouches that it changes no memory.",
+    "bounded": "Bounded: {name}: {clause}.",
+    "tight": "{sum} GiB may still run out: {left} are left beside a largest tensor of {largest}, less than "
+    "{part:.0%} of it; a run on an H200 with 21% ran out of memory, one with 37% trained.",
+    "budget": "No plan takes {budget} MiB or less (--fused-ce-memory-mb): the launch takes the smallest, "
+    "{least} MiB.",
+    "hint": "Another layout is tried by naming it: --tensor-model-parallel-size 4, say, {beside}.",
+    "measured": "Megatron measured {measured} GiB, the largest rank's, where {planned} are planned: all "
+    "figures are moved by the difference.",
+    "measured alone": "Megatron measured a peak of {measured} GiB, the largest rank's.",
+    "measured before": "The run in the log, without these changes, peaked at {measured} GiB (Megatron's max "
+    "allocated, the largest rank's).",
+    # With --explain.
+    "place": "Memory is highest {place}, with and without the flag.",
+    "places": "Memory is highest {before} without the flag, {after} with it.",
+    "place of no loss": "Memory is highest {place}, with and without the flag: no loss can lower it.",
+    "more": "The flag takes {more} GiB more: an fp32 sum of the output layer's weight gradient.",
+    "times": "On an H200 this head took {flag} ms with the flag, {now} without ({source}).",
+    "how": "The flag would run as {words}.",
+    "longest": "Longest sequence that fits, all else as asked: {before} without the flag, {after} with it.",
+    "setting": "{model}: {billions} billion parameters on {gpus} x {gpu}: {over}.",
+    "batch": "{sequence} tokens a sequence, {micro} in a micro-batch, {dtype}; one rank's head: {tokens} "
+    "tokens × {rows} of {vocab} vocabulary rows.",
+    "memory": "Of a GPU's {capacity} GiB {overhead} are set aside for driver and NCCL (--overhead).",
+    "not measured": "Measured in no run or in one, derived from Megatron's code: {kinds}.",
+}
+#: Before the first sentence, where the log says so.
+DIED = "The run ended out of memory. "
+#: Megatron's own losses, for people.
+LOSSES = {
+    "unfused": "Megatron, unfused",
+    "native": "Megatron, native fusion",
+    "te": "Transformer Engine",
+}
+#: ms of the output layer and its loss on an H200 at (T, H, V) of one rank, bf16, forward and backward, and of
+#: the flag's in the last place: 2026-11-21-h200-reach-llama3-8b.json.
+MEASURED_AT = (8192, 4096, 128256)
+MEASURED_MS = {"unfused": 54.2, "native": 48.1, "te": 40.7, "flag": 38.3}
+MEASURED_IN = "docs/benchmarks/2026-11-21.md"
+#: Part of a measured peak by which a plan may be off, so that something is derived from it.
+OFF = 0.05
+
+
+@dataclass(frozen=True)
+class Said:
+    """One sentence, by its name in :data:`SENTENCES`."""
+
+    name: str
+    text: str
+
+
+def say(name: str, /, **values: object) -> Said:
+    return Said(name, SENTENCES[name].format(**values))
+
+
+@dataclass(frozen=True)
+class Result:
+    """A plan's inputs and results."""
+
+    #: of the model or the launch's script, for a title
+    name: str
+    setting: Setting
+    advice: Advice
+    #: whole sentences about how the launch was read
+    notes: list[str]
+    judged: Judged
+    #: the same with the most that bounded arguments add
+    most: Advice | None = None
+    others: tuple[StockPath, ...] = ()
+    launch: TrainingLaunch | None = None
+    #: whether the launch has the flag already
+    has_flag: bool = False
+    #: bytes that were planned for the launch's own loss, before anything measured moved them
+    planned: int = 0
+    #: Megatron's, of which it is one
+    versions: tuple[str, ...] = ()
+
+    @property
+    def now(self) -> Way:
+        """How the launch computes its loss as it is."""
+        advice = self.advice
+        return advice.way(self.setting.training.fused_ce.strategy) if self.has_flag else advice.baseline
+
+    @property
+    def measured(self) -> int | None:
+        """Bytes that the planned run was measured with."""
+        return self.launch.measured_bytes if self.launch and self.launch.as_logged else None
+
+    @property
+    def _died(self) -> bool:
+        return bool(self.launch and self.launch.out_of_memory and self.launch.as_logged)
+
+    @cached_property
+    def doubts(self) -> list[str]:
+        """Why there is no verdict, clause by clause; none where there is one."""
+        found = self.judged.clauses
+        if self.measured and abs(self.planned / self.measured - 1) > OFF:
+            found.insert(0, f"{gib(self.measured)} GiB were measured where {gib(self.planned)} are planned")
+        elif self._died and self.now.verdict == "fits":
+            found.insert(0, f"{gib(self.planned)} GiB are planned, which fit")
+        if not found and self.most and self.most.decision != self.advice.decision:
+            names = " and ".join(self.judged.bounded)
+            found = [f"{names} may take it from {gib(self.now.peak)} to {gib(self.most.baseline.peak)} GiB"]
+        return found
+
+    @property
+    def decision(self) -> str:
+        return "no verdict" if self.doubts else self.advice.decision
+
+
+def gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.2f}"
+
+
+def tokens(longest: int) -> str:
+    """Of the search's end: there may be more."""
+    if longest > LONGEST - 2 * LENGTH_STEP:
+        return f"{longest} or more"
+    return str(longest or "none")
+
+
+def sentences(result: Result, explain: bool = False) -> list[Said]:
+    """All that hold, the answer first."""
+    parts = (_answer, _short, _why, _about) if explain else (_answer, _short)
+    return [said for part in parts for said in part(result)]
+
+
+def _answer(result: Result) -> Iterator[Said]:
+    advice = result.advice
+    before, after = advice.baseline, advice.recommended
+    flags = after.head.flags if advice.decision in ("use", "needed", "either") else FLAG
+    if result.decision == "no verdict":
+        before_head, after_head = gib(before.head.peak), gib(after.head.peak)
+        said = say("no verdict", why="; ".join(result.doubts), before=before_head, after=after_head)
+    else:
+        values = {"before": gib(before.peak), "after": gib(after.peak), "usable": gib(advice.gpu.usable)}
+        part = f"{advice.saved / before.peak:.0%}"
+        said = say(advice.decision, **values, flags=flags, saved=gib(advice.saved), part=part)
+    died = result.launch and result.launch.out_of_memory
+    yield Said(said.name, DIED + said.text) if died else said
+
+
+def _short(result: Result) -> Iterator[Said]:
+    advice, launch = result.advice, result.launch
+    if uncounted := result.judged.uncounted:
+        names = [name if clause == name + UNKNOWN else clause for name, clause in uncounted.items()]
+        yield say("vouch", name=next(iter(uncounted)).lstrip("-"), clauses="; ".join(names))
+    for name, clause in result.judged.bounded.items():
+        yield say("bounded", name=name, clause=clause)
+    if result.measured and not result.doubts:
+        yield say("measured", measured=gib(result.measured), planned=gib(result.planned))
+    elif result.measured and result.judged.uncounted:
+        yield say("measured alone", measured=gib(result.measured))
+    elif launch and launch.measured_bytes and not launch.as_logged:
+        yield say("measured before", measured=gib(launch.measured_bytes))
+    if not result.doubts:
+        for way in (advice.baseline, advice.recommended):
+            if way.verdict == "tight":
+                sizes = {"sum": way.peak, "left": advice.gpu.usable - way.peak, "largest": way.head.largest}
+                yield say("tight", part=TIGHT, **{name: gib(size) for name, size in sizes.items()})
+        if advice.decision == "does not fit":
+            yield say("hint", beside="beside the launch" if launch else "beside the model")
+    if advice.recommended.head.missed_budget:
+        head = advice.recommended.head
+        yield say("budget", budget=head.missed_budget, least=-(-head.predicted // MIB))
+
+
+def _why(result: Result) -> Iterator[Said]:
+    advice = result.advice
+    before, after = advice.baseline, advice.recommended
+    if not result.doubts:
+        places = [way.estimate.bound.name for way in (before, after)]
+        if places[0] == places[1]:
+            yield say("place" if places[0] == "head" else "place of no loss", place=MOMENTS[places[0]])
+        else:
+            yield say("places", before=MOMENTS[places[0]], after=MOMENTS[places[1]])
+        if -advice.saved > 0.01 * before.peak:
+            yield say("more", more=gib(-advice.saved))
+        if before.longest or after.longest:
+            yield say("longest", before=tokens(before.longest), after=tokens(after.longest))
+    yield say("how", words=after.head.words)
+    setting = result.setting
+    shape = (setting.num_tokens, setting.model.hidden_size, setting.vocab_rows)
+    here = shape == MEASURED_AT and setting.parallel.tensor == 1 and setting.training.dtype == "bfloat16"
+    if here and advice.gpu.exp_serves and before.head.name in MEASURED_MS:
+        times = {"flag": MEASURED_MS["flag"], "now": MEASURED_MS[before.head.name]}
+        yield say("times", source=MEASURED_IN, **times)
+
+
+def _about(result: Result) -> Iterator[Said]:
+    setting, gpu = result.setting, result.advice.gpu
+    parallel, training = setting.parallel, setting.training
+    sizes = [("TP", parallel.tensor), ("PP", parallel.pipeline), ("CP", parallel.context)]
+    sizes += [("EP", parallel.expert), ("DP", parallel.data)]
+    over = " x ".join(f"{name} {size}" for name, size in sizes if size > 1) or "one rank"
+    if parallel.sequence:
+        over += ", sequence parallelism"
+    billions = f"{parameters(setting) / 1e9:.2f}"
+    yield say("setting", model=result.name, billions=billions, gpus=parallel.gpus, gpu=gpu.name, over=over)
+    yield say(
+        "batch", sequence=training.sequence, micro=training.micro_batch, dtype=training.dtype,
+        tokens=setting.num_tokens, rows=setting.vocab_rows, vocab=setting.padded_vocab_size,
+    )  # fmt: skip
+    yield say("memory", capacity=gib(gpu.capacity), overhead=gib(gpu.overhead))
+    if kinds := setting.not_measured:
+        yield say("not measured", kinds=", ".join(kinds))

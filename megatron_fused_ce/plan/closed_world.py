@@ -1,0 +1,251 @@
+"""The closed world: every argument of Megatron's parsers, and what a plan knows of its effect on memory.
+
+``arguments.tsv`` has one line for each (written by scripts/dev/megatron_arguments.py from checkouts of 0.15
+to main, classes by hand). An argument with another value than its default, of any of these versions, is
+
+=================  ==================================================================================
+class              meaning
+=================  ==================================================================================
+``counted``        a plan counts it; with values behind it, these alone
+``none``           no effect on a GPU's peak: where Megatron reads it, or what it belongs to
+``where A or B``   no effect where one of these holds (:data:`CONDITIONS`)
+``as NAME``        no effect where it is as large as another argument, as Megatron sets it
+``bounded``        the verdict has to hold with the most that it may add as well (:func:`most`)
+``derived``        only a log has it; it follows from others
+``log``            sizes come from elsewhere, and a log has them
+``-``              may change memory: no verdict, unless ``--ignore`` vouches for it
+=================  ==================================================================================
+
+and any argument that is none of Megatron's is as the last.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from megatron_fused_ce.plan.megatron_arguments import flash_attention
+from megatron_fused_ce.plan.setting import Setting
+
+FILE = Path(__file__).with_name("arguments.tsv")
+#: Programs that train what a plan counts.
+PROGRAMS = ("pretrain_gpt.py", "pretrain_mamba.py", "pretrain_hybrid.py")
+#: Facts of a launch (:mod:`megatron_arguments`' values), by the words of the file.
+CONDITIONS: dict[str, Callable[[Any], bool]] = {
+    "engine": lambda given: given.transformer_impl == "transformer_engine",
+    "flash": flash_attention,
+    "fused softmax": lambda given: _fuses_softmax(given),
+    "gated": lambda given: given.swiglu,
+    "not gated": lambda given: not given.swiglu,
+    "no bias": lambda given: not given.add_bias_linear,
+    "no dropout": lambda given: not given.hidden_dropout,
+    "no rotary": lambda given: given.position_embedding_type in ("learned_absolute", "none"),
+    "no context parallelism": lambda given: given.context_parallel_size == 1,
+    "no virtual stages": lambda given: (
+        (given.num_layers_per_virtual_pipeline_stage or given.num_virtual_stages_per_pipeline_rank) is None
+    ),
+}
+#: Arguments that a log of their version may lack: ModelOpt's, and one that Megatron deletes.
+_MAY_LACK = re.compile(
+    "export_|finetune_|modelopt|teacher_|qad_|freeze_base|enable_gpt_oss|cuda_graph_scope_dep"
+)
+#: A log with as many others is a fork's.
+MOST_MISSED = 10
+#: What is said of an argument, and names on a line before the last one.
+UNKNOWN, MOST_NAMES = " may change memory and is not counted", 2
+#: Tokens that a rank's experts may be sent, over what an even spread would send.
+MOST_LOAD = 2
+#: Bytes a parameter that a resumed run may keep of the moments that it loaded.
+LOADED_BYTES = 8
+
+
+def _fuses_softmax(given: Any) -> bool:
+    """Whether Megatron's own attention takes its kernel (core/fusions/fused_softmax.py), softmax in fp32."""
+    rows = given.num_attention_heads // given.tensor_model_parallel_size * given.micro_batch_size
+    fits = 16 < given.seq_length <= 16384 and given.seq_length % 4 == 0 == rows % 4
+    return bool(given.transformer_impl == "local" and (given.bf16 or given.fp16) and fits)
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One line of the file."""
+
+    name: str
+    #: each option's kind of action: T and F set true and false, B either, v takes a value, * several
+    options: Mapping[str, str]
+    defaults: tuple[str, ...]
+    which: str
+    why: str
+
+    def is_default(self, value: str) -> bool:
+        return any(_plain(value) == _plain(default) for default in self.defaults if default != ".")
+
+    @property
+    def option(self) -> str:
+        return next(iter(self.options), self.name)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What of a launch a plan does not count."""
+
+    #: name, and a clause that says why
+    uncounted: dict[str, str] = field(default_factory=dict)
+    #: names of what is bounded, with the reason
+    bounded: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def clauses(self) -> list[str]:
+        """Of what is not counted, short enough for one line: names of a kind together, of many the first."""
+        plain = [name for name, clause in self.uncounted.items() if clause == name + UNKNOWN]
+        clauses = [clause for name, clause in self.uncounted.items() if name not in plain]
+        if len(clauses) > 1:
+            clauses = [f"{clauses[0]}, and {len(clauses) - 1} more"]
+        if len(plain) > 1:
+            *names, last = plain
+            if len(names) > MOST_NAMES:
+                last = f"{len(plain) - MOST_NAMES} more"
+            told = f"{', '.join(names[:MOST_NAMES])} and {last}"
+            return [*clauses, told + UNKNOWN.replace(" is ", " are ")]
+        return [*clauses, *(name + UNKNOWN for name in plain)]
+
+
+@cache
+def versions() -> tuple[str, ...]:
+    """Of Megatron, oldest first: 0.15 to main's."""
+    return tuple(FILE.read_text().partition(":")[0].removeprefix("# ").split())
+
+
+@cache
+def arguments() -> dict[str, Argument]:
+    """By Megatron's destinations."""
+    found = {}
+    for line in FILE.read_text().splitlines()[1:]:
+        name, called, defaults, which, why = (*line.split("\t"), "", "")[:5]
+        options: dict[str, str] = {}
+        for group in filter(None, called.split("|")):
+            kind, *flags = group.split(" ")
+            options |= dict.fromkeys(flags or [f"--{name.replace('_', '-')}"], kind)
+        each: list[str] = []
+        for default in defaults.split(";"):
+            each.append(each[-1] if default == '"' else default)
+        each += [each[-1]] * (len(versions()) - len(each))
+        found[name] = Argument(name, options, tuple(each), which, why)
+    return found
+
+
+@cache
+def _by_option() -> dict[str, Argument]:
+    return {option: argument for argument in arguments().values() for option in argument.options}
+
+
+def versions_of(names: Collection[str]) -> tuple[str, ...]:
+    """The version whose arguments, of those that not every version has, a log's are closest to; else all."""
+    telling = [one for one in arguments().values() if "." in one.defaults and not _MAY_LACK.match(one.name)]
+
+    def missed(place: int) -> int:
+        return sum((one.defaults[place] != ".") != (one.name in names) for one in telling)
+
+    least, *others = sorted(range(len(versions())), key=missed)
+    near = missed(least) < MOST_MISSED and missed(least) < missed(others[0])
+    return (versions()[least],) if near else versions()
+
+
+def _plain(value: str) -> str:
+    """A value without what differs between a command line, a parser and a log."""
+    words = re.sub(r"[\[\](),'\"]", " ", value).split()
+    plain = [re.sub(r"^(torch|[A-Z]\w+)\.(?=[a-z])", "", word).lower() for word in words]
+    try:
+        return " ".join(str(float(word)) for word in plain)
+    except ValueError:
+        return " ".join(plain)
+
+
+def stated(words: Sequence[str]) -> dict[str, str]:
+    """What a command line states: values by destination, or by the option where it is none of Megatron's."""
+    found = {}
+    place = 0
+    while place < len(words):
+        option, equals, value = words[place].partition("=")
+        place += 1
+        if not option.startswith("--"):
+            continue
+        begin = place
+        while place < len(words) and not words[place].startswith("--"):
+            place += 1
+        argument = _by_option().get(option)
+        kind = argument.options[option] if argument else "*"
+        if kind == "v" and place > begin:
+            place = begin + 1
+        value = value if equals else " ".join(words[begin:place])
+        if kind in ("T", "F", "B"):
+            value = str(kind == "T" or (kind == "B" and not option.startswith("--no-")))
+        found[argument.name if argument else option] = value
+    return found
+
+
+def harmless(words: Sequence[str]) -> bool:
+    """Whether a command line may have these words or not: all name arguments of no effect."""
+    known = [arguments()[name].which if name in arguments() else "-" for name in stated(words)]
+    return bool(known) and words[0].startswith("--") and set(known) == {"none"}
+
+
+def judge(values: Mapping[str, str], given: Any, known: Collection[str], *, logged: bool = False) -> Judged:
+    """What of ``values`` (destinations, or foreign options) is not counted.
+
+    Args:
+        given: the launch's arguments as a plan reads them.
+        known: options and destinations of the plan's and the plugin's own.
+        logged: whether they are a log's.
+    """
+    judged = Judged()
+    for name, value in values.items():
+        argument = arguments().get(name)
+        if argument is None:
+            if name not in known:
+                judged.uncounted[name] = _foreign(name, known)
+        elif not argument.is_default(value):
+            _class_of(argument, value, given, logged, judged)
+    if given.num_experts:
+        judged.bounded["experts"] = f"the verdict holds for up to {MOST_LOAD} times an even spread of tokens"
+    return judged
+
+
+def _class_of(argument: Argument, value: str, given: Any, logged: bool, judged: Judged) -> None:
+    which, _, rest = argument.which.partition(" ")
+    words = f"{argument.option} {value}" if "v" in argument.options.values() else argument.option
+    if which == "counted" and rest and not any(map(_plain(value).startswith, rest.lower().split())):
+        judged.uncounted[argument.option] = f"{words} is not counted"
+    elif which == "bounded":
+        if not (given.use_distributed_optimizer or given.sharding):
+            judged.bounded[argument.option] = argument.why
+    elif (
+        which == "-"
+        or (which == "log" and not logged)
+        or (which == "where" and not any(CONDITIONS[one](given) for one in rest.split(" or ")))
+        or (which == "as" and _plain(value) not in ("none", _plain(str(getattr(given, rest)))))
+    ):
+        judged.uncounted[argument.option] = argument.option + UNKNOWN
+
+
+def _foreign(name: str, known: Collection[str]) -> str:
+    options = [*_by_option(), *known]
+    near = difflib.get_close_matches(name, options, 1, 0.85) if name.startswith("--") else []
+    return f"{name} is none of Megatron's arguments" + (f" (did you mean {near[0]}?)" if near else "")
+
+
+def most(setting: Setting, bounded: Collection[str]) -> Setting:
+    """``setting`` with the most that its bounded arguments may add."""
+    model, training = setting.model, setting.training
+    if model.mixture and "experts" in bounded:
+        model = replace(model, mixture=replace(model.mixture, load=MOST_LOAD))
+    if set(bounded) - {"experts"}:
+        optimizer = training.optimizer
+        optimizer = replace(optimizer, state_bytes=optimizer.state_bytes + LOADED_BYTES)
+        training = replace(training, optimizer=optimizer)
+    return replace(setting, model=model, training=training)
