@@ -15,7 +15,7 @@ from pathlib import Path
 NAMES = {
     "z-loss": r"z_loss|ZLoss",
     "label smoothing": r"label_smoothing|Uniform",
-    "several labels": r"\bseveral\b[:.=]|several is|SeveralLabels|LabelSet|label_set|label_shifts|several_labels",
+    "several labels": r"\bseveral\b[:.=]|[sS]everal_?[lL]abels|LabelSet|label_set|label_shifts",
     "top-k targets": r"SoftTargets|TeacherTargets|target_mass|merge_duplicates|shares\b",
     "sum of squares": r"sum_p_squared|SumSquares|with_squares",
     "divergences": r"[Tt]eacher|[Dd]ivergence|[Dd]istillation",

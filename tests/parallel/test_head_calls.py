@@ -213,21 +213,17 @@ def test_other_results(rank: Rank, asked, strategy, sequence_parallel, merge):
 
 
 def outputs(rank: Rank, strategy, sp, merge):
-    """Every output, a gap of 30 between the shards' logits; gradients of all three that have one, with
-    grad_in_forward of the loss alone."""
+    """Every output, a gap of 30 between the shards' logits; gradients of all three that have one."""
     inputs = plain_inputs(rank)
     inputs.hidden[..., 0] = 1.0
     inputs.weight[::2, 0] += 30.0
-    in_forward = strategy == "grad_in_forward"
-    names = ("log_prob",) if in_forward else ("log_prob", "lse", "entropy")
+    names = ("log_prob", "lse", "entropy")
     upstreams = {name: inputs.grad_loss.roll(at, 1) for at, name in enumerate(names)}
     hidden, weight, settings = shard_of(rank, inputs, sp)
     settings["config"] = FusedCEConfig(strategy=strategy, chunk_tokens=28, merge=merge)
-    if in_forward:
-        settings |= {"token_weights": inputs.grad_loss, "differentiable": False}
+    settings["token_weights"] = inputs.grad_loss  # for grad_in_forward
     made = fused_linear_token_outputs(hidden, weight, inputs.labels, tuple(OUTPUTS), **settings)
-    given = [-made.loss] if in_forward else [getattr(made, name) for name in names]
-    torch.autograd.backward(given, list(upstreams.values()))
+    torch.autograd.backward([getattr(made, name) for name in names], list(upstreams.values()))
     same_on_all_ranks(rank, *made)
     exact, *true_grads = reference.plain_outputs(inputs, upstreams, torch.float64)
     for name in ("log_prob", "lse", "entropy"):

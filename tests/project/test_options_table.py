@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
-from megatron_fused_ce import FusedCEConfig, fused_linear_token_outputs
+from megatron_fused_ce import FusedCEConfig
 from tests.support import pairs
 
 PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
@@ -65,17 +64,6 @@ def test_the_cells_that_are_refused():
         (case, strategy) for case, row in table().items() for strategy, cell in row.items() if cell != "Y"
     ] == [
         ("tokens without an upstream gradient skipped", "grad_in_forward"),
-        ("outputs", "grad_in_forward"),
     ]
-    x = torch.zeros(4, 8, requires_grad=True)
-    with pytest.raises(ValueError, match="use 'store', 'recompute' or 'auto'"):
-        fused_linear_token_outputs(
-            x,
-            x,
-            torch.zeros(4, dtype=torch.int64),
-            ("lse",),
-            token_weights=torch.ones(4),
-            config=FusedCEConfig(strategy="grad_in_forward"),
-        )
     with pytest.raises(ValueError, match="use 'store', 'recompute' or 'auto'"):
         FusedCEConfig(strategy="grad_in_forward", skip_zero_upstream=True)

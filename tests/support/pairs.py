@@ -68,26 +68,10 @@ AXES: dict[str, dict[str, tuple[Any, ...]]] = {
         "merge": ("packed", "all_reduce"),
     },
     # Of tests/op and tests/kernels, in one process.
-    "options of the loss": {
-        "option": tuple(LOSS_OPTIONS),
-        "kind": KINDS,
-        "dtype": DTYPES,
-        "strategy": STRATEGIES[:3],
-    },
-    "options by the row kernels": {
-        "option": tuple(LOSS_OPTIONS),
-        "kind": KINDS,
-        "strategy": STRATEGIES[:3],
-    },
     "options by the scaled-exp GEMM": {
         "option": ("plain", *SCALED_EXP_OPTIONS),
         "kind": KINDS,
         "strategy": (*STRATEGIES[:3], "by columns"),
-    },
-    "outputs": {
-        "kind": tuple(kind for kind in KINDS if kind != "odd-labels"),
-        "dtype": DTYPES,
-        "strategy": ("store", "recompute", "auto"),
     },
     "divergence": {
         "values": tuple(VALUES),
@@ -111,12 +95,6 @@ AXES: dict[str, dict[str, tuple[Any, ...]]] = {
         "skips": ("nothing", "masked", "zero upstream"),
         "chunk_tokens": (40, 12),
         "dtype": DTYPES,
-    },
-    "distillation": {
-        "entries": (1, 5),
-        "kind": KINDS,
-        "dtype": DTYPES,
-        "strategy": STRATEGIES[:3],
     },
 }
 
