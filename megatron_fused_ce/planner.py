@@ -94,7 +94,7 @@ CHUNK_TOKEN_BYTES = 8 + 4 * 4 + 4 + 3 * 4
 #: Of several labels a token (:mod:`.logits.label_set`), each: its column (int32), log-probability and the
 #: caller's copy, its logit or its share of the upstream gradient (fp32). Of the current chunk: indices
 #: (int64) and floats by which its entry is gathered and written.
-LABEL_BYTES, CHUNK_LABEL_BYTES = 4 + 3 * 4, 68
+LABEL_BYTES, CHUNK_LABEL_BYTES = 4 + 3 * 4, 72
 #: A token's statistics of one shard (fp32). A packed merge holds this rank's and those of all ranks; one by
 #: all-reduces holds at most 36 bytes, never more.
 SHARD_BYTES = 4 * 4

@@ -167,7 +167,8 @@ class Rows:
     @cached_property
     def mean_shift(self) -> Tensor:
         """``sum p_j (s_j - m)``, which is ``log_sum`` less the entropy; needs ``weighted``."""
-        assert self.extra.weighted is not None
+        if self.extra.weighted is None:
+            raise TypeError('rows.mean_shift is there for a term with needs = ("weighted",), which keeps it')
         p = self.p_label if self._shifts is None else self.left_out.exp() * self.terms.inv_sum
         of_label = torch.where((self.left_out != NOT_HERE) & (p > 0), p * self.left_out, 0.0)
         return torch.addcmul(of_label, self.extra.weighted, self.terms.inv_sum)
@@ -259,11 +260,11 @@ class Term:
 
     def value(self, rows: Rows) -> Tensor:
         """``[C]``, fp32 where it can have a gradient."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no value(self, rows)")
 
     def pull(self, rows: Rows, upstream: Coefficient) -> Pull:
         """Its row gradient, linear in ``upstream``: fp32 ``[C]``, or a number for all tokens."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no pull(self, rows, upstream)")
 
     @property
     def kept(self) -> tuple[str, ...]:

@@ -43,7 +43,7 @@ def refusal(loss: Loss, strategy: str) -> str:
         or any("delta" in term.gives for term in terms.values())
     ):
         return "epilogue cannot make"
-    saves = strategy in ("store", "mixed") and len(loss.with_gradient) > 1
+    saves = strategy in ("store", "mixed", "grad_in_forward") and len(loss.with_gradient) > 1
     return "beside a softcap" if saves and "logit_softcap" in options and loss.beside != ("log_prob",) else ""
 
 

@@ -155,8 +155,6 @@ def test_outputs_without_gradients_take_nothing_away(names, device, monkeypatch)
     grads = torch.autograd.grad(made.loss, given[:2], inputs.grad_loss)
     for ours, true in zip(grads, truth(inputs)[1:], strict=True):
         assert relative_error(ours, true) < 1e-5
-    with pytest.raises(ValueError, match="upstream gradients of lse;"):
-        fused_linear_token_outputs(*given, (*names, "lse"), **more)
     fused_linear_token_outputs(*given, (*names, "lse"))
     assert [a.differentiable for a in asked] == [(), ("lse",)]
 
