@@ -32,6 +32,9 @@ SENTENCES = {
     "does not fit": "Not enough memory: {before} GiB a GPU without {flags}, {after} with; {usable} usable.",
     "no verdict": "No verdict: {why}; the head alone: {before} → {after} GiB.",
     # Behind it, in short.
+    "setting": "{model}: {billions} B parameters, {sequence} tokens a sequence, {dtype}, on {gpus} x "
+    "{gpu}: {over}.",
+    "vouched": "Vouched for (--ignore): {names}.",
     "vouch": "Not counted: {clauses}. --ignore {name} vouches that it changes no memory.",
     "bounded": "Bounded: {name}: {clause}.",
     "tight": "{sum} GiB may still run out: {left} are left beside a largest tensor of {largest}, less than "
@@ -52,9 +55,8 @@ SENTENCES = {
     "times": "On an H200 this head took {flag} ms with the flag, {now} without ({source}).",
     "how": "The flag would run as {words}.",
     "longest": "Longest sequence that fits, all else as asked: {before} without the flag, {after} with it.",
-    "setting": "{model}: {billions} billion parameters on {gpus} x {gpu}: {over}.",
-    "batch": "{sequence} tokens a sequence, {micro} in a micro-batch, {dtype}; one rank's head: {tokens} "
-    "tokens × {rows} of {vocab} vocabulary rows.",
+    "batch": "{micro} sequences in a micro-batch; one rank's head: {tokens} tokens × {rows} of {vocab} "
+    "vocabulary rows.",
     "memory": "Of a GPU's {capacity} GiB {overhead} are set aside for driver and NCCL (--overhead).",
     "not measured": "Measured in no run or in one, derived from Megatron's code: {kinds}.",
 }
@@ -168,7 +170,8 @@ def _answer(result: Result) -> Iterator[Said]:
         said = say("no verdict", why="; ".join(result.doubts), before=before_head, after=after_head)
     else:
         values = {"before": gib(before.peak), "after": gib(after.peak), "usable": gib(advice.gpu.usable)}
-        part = f"{advice.saved / before.peak:.0%}"
+        share = advice.saved / before.peak
+        part = f"{share:.0%}" if share >= 0.1 else f"{share:.1%}"
         said = say(advice.decision, **values, flags=flags, saved=gib(advice.saved), part=part)
     died = result.launch and result.launch.out_of_memory
     yield Said(said.name, DIED + said.text) if died else said
@@ -176,6 +179,9 @@ def _answer(result: Result) -> Iterator[Said]:
 
 def _short(result: Result) -> Iterator[Said]:
     advice, launch = result.advice, result.launch
+    yield _setting(result)
+    if result.judged.vouched:
+        yield say("vouched", names=", ".join(result.judged.vouched))
     if uncounted := result.judged.uncounted:
         names = [name if clause == name + UNKNOWN else clause for name, clause in uncounted.items()]
         yield say("vouch", name=next(iter(uncounted)).lstrip("-"), clauses="; ".join(names))
@@ -197,6 +203,23 @@ def _short(result: Result) -> Iterator[Said]:
     if advice.recommended.head.missed_budget:
         head = advice.recommended.head
         yield say("budget", budget=head.missed_budget, least=-(-head.predicted // MIB))
+
+
+def _setting(result: Result) -> Said:
+    setting, parallel = result.setting, result.setting.parallel
+    sizes = [("TP", parallel.tensor), ("PP", parallel.pipeline), ("CP", parallel.context)]
+    sizes += [("EP", parallel.expert), ("DP", parallel.data)]
+    over = " x ".join(f"{name} {size}" for name, size in sizes if size > 1) or "one rank"
+    return say(
+        "setting",
+        model=result.name,
+        billions=f"{parameters(setting) / 1e9:.2f}",
+        sequence=setting.training.sequence,
+        dtype=setting.training.dtype,
+        gpus=parallel.gpus,
+        gpu=result.advice.gpu.name,
+        over=over + (", sequence parallelism" if parallel.sequence else ""),
+    )
 
 
 def _why(result: Result) -> Iterator[Said]:
@@ -223,17 +246,9 @@ def _why(result: Result) -> Iterator[Said]:
 
 def _about(result: Result) -> Iterator[Said]:
     setting, gpu = result.setting, result.advice.gpu
-    parallel, training = setting.parallel, setting.training
-    sizes = [("TP", parallel.tensor), ("PP", parallel.pipeline), ("CP", parallel.context)]
-    sizes += [("EP", parallel.expert), ("DP", parallel.data)]
-    over = " x ".join(f"{name} {size}" for name, size in sizes if size > 1) or "one rank"
-    if parallel.sequence:
-        over += ", sequence parallelism"
-    billions = f"{parameters(setting) / 1e9:.2f}"
-    yield say("setting", model=result.name, billions=billions, gpus=parallel.gpus, gpu=gpu.name, over=over)
     yield say(
-        "batch", sequence=training.sequence, micro=training.micro_batch, dtype=training.dtype,
-        tokens=setting.num_tokens, rows=setting.vocab_rows, vocab=setting.padded_vocab_size,
+        "batch", micro=setting.training.micro_batch, tokens=setting.num_tokens, rows=setting.vocab_rows,
+        vocab=setting.padded_vocab_size,
     )  # fmt: skip
     yield say("memory", capacity=gib(gpu.capacity), overhead=gib(gpu.overhead))
     if kinds := setting.not_measured:

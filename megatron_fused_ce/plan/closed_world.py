@@ -98,6 +98,8 @@ class Judged:
     uncounted: dict[str, str] = field(default_factory=dict)
     #: names of what is bounded, with the reason
     bounded: dict[str, str] = field(default_factory=dict)
+    #: what the user vouched for
+    vouched: tuple[str, ...] = ()
 
     @property
     def clauses(self) -> list[str]:

@@ -254,11 +254,16 @@ def _judged(launch: TrainingLaunch | None, given: argparse.Namespace, own: Parse
     program = launch.program.rpartition("/")[2]
     if program and program not in closed_world.PROGRAMS:
         uncounted = {program.removeprefix("-m "): f"what {program} trains is not known"} | uncounted
-    vouched = {name.strip("-").replace("-", "_") for name in given.ignore}
-    return Judged(
-        {name: why for name, why in uncounted.items() if name.strip("-").replace("-", "_") not in vouched},
-        judged.bounded,
-    )
+    vouched = {_plain(name): name for name in given.ignore}
+    if unknown := [name for name in vouched if name not in map(_plain, uncounted)]:
+        names = ", ".join(uncounted) or "all of it is"
+        raise ValueError(f"--ignore {vouched[unknown[0]]} vouches for nothing here; not counted: {names}")
+    left = {name: why for name, why in uncounted.items() if _plain(name) not in vouched}
+    return Judged(left, judged.bounded, tuple(name for name in uncounted if name not in left))
+
+
+def _plain(name: str) -> str:
+    return name.strip("-").replace("-", "_")
 
 
 def _ask(launch: TrainingLaunch) -> None:

@@ -220,6 +220,8 @@ def test_what_is_not_counted_takes_the_verdict(words, said):
         return
     vouched = [f"--ignore={name.strip('-')}" for name in found.judged.uncounted]
     assert not plan_of(["--from-launch", f"{TINY} --bf16 {words}", "--gpus", "2", *vouched]).doubts
+    with pytest.raises(ValueError, match="--ignore nonsense vouches for nothing here"):
+        plan_of(["--from-launch", f"{TINY} --bf16 {words}", "--gpus", "2", "--ignore", "nonsense"])
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ CASES = {
     "does not fit": (WHOLE, DIVIDED),
     "no verdict": (FP8, LAUNCH.format("")),
     "vouch": (FP8, f"{FP8} --ignore fp8-format"),
+    "vouched": (f"{FP8} --ignore fp8-format", FP8),
     "bounded": (LAUNCH.format("--load x"), LAUNCH.format("--load x --use-distributed-optimizer")),
     "tight": (LONG, HALF),
     "budget": (f"{BUDGET} 10", f"{BUDGET} 416"),
