@@ -140,6 +140,8 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
             if name in spec.form.per_label:
                 output = output.reshape(len(output), -1)
                 output = output if kept is None else kept.put_back(output)
+                if targets.ignored is not None and name in spec.form.of_label:
+                    output = output.masked_fill(targets.ignored.flatten(), 0.0)
                 made.append(_per_label(output, in_batch))
                 continue
             output = output if kept is None else kept.put_back(output.flatten())
@@ -292,7 +294,10 @@ def _upstream(grads: Sequence[Tensor | None], spec: CallSpec, ignored: Tensor | 
         if grad is None:  # for 0
             continue
         if name in spec.form.per_label:
-            beside.append((name, labels_first(grad.float(), spec.comm.num_parts)))
+            grad = labels_first(grad.float(), spec.comm.num_parts)
+            if ignored is not None and name in spec.form.of_label:
+                grad = grad.masked_fill(ignored, 0.0)
+            beside.append((name, grad))
             continue
         # Contiguous: that of a sum() is one number, seen as many.
         if grad.dim() == 2 and grad.shape[0] > 1:
@@ -306,7 +311,7 @@ def _upstream(grads: Sequence[Tensor | None], spec: CallSpec, ignored: Tensor | 
             loss = grad if loss is None else loss + grad
         else:
             beside.append((name, grad))
-    if loss is None:
-        of_any = beside[0][1]
-        loss = torch.zeros_like(of_any[0] if of_any.dim() == 3 else of_any)
-    return Upstream(loss, tuple(beside))
+    if loss is not None:
+        return Upstream(loss, tuple(beside))
+    of_any = beside[0][1]
+    return Upstream(torch.zeros_like(of_any[0] if of_any.dim() == 3 else of_any), tuple(beside), False)

@@ -293,10 +293,12 @@ class _Differentiate:
         assert targets.token_weights is not None
         spec = context.spec
         self._context, self._hidden_states = context, hidden_states
-        bound = None
+        bound: Tensor | float | None = None
         if spec.divergence is not None:
             assert isinstance(targets.soft, Teacher)
             bound = spec.divergence.bound_ahead(targets.soft.label_weights)
+        elif isinstance(targets.soft, LabelSet) and targets.soft.shares is not None:
+            bound = targets.soft.shares.sum(0).clamp(min=1.0)  # no gradient of a teacher's labels is larger
         weights = scale_token_weights(targets.token_weights, spec.logit_scale, weight.dtype, bound)
         self._token_weights = weights
         upstream, inv_temperature = Upstream(weights), targets.inv_temperature

@@ -73,6 +73,8 @@ class Upstream(NamedTuple):
     loss: Tensor
     #: those of other outputs, by name; 0 for others
     beside: tuple[tuple[str, Tensor], ...] = ()
+    #: whether the loss has one; else its zeros must not meet a slope of inf
+    of_loss: bool = True
 
     @property
     def sizes(self) -> list[Tensor]:
@@ -82,7 +84,8 @@ class Upstream(NamedTuple):
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Upstream:
         """Apply a function to each gradient."""
-        return Upstream(change(self.loss), tuple((name, change(grad)) for name, grad in self.beside))
+        beside = tuple((name, change(grad)) for name, grad in self.beside)
+        return Upstream(change(self.loss), beside, self.of_loss)
 
     def scaled(self, scale: Tensor | float) -> Upstream:
         return self.map(lambda grad: grad * scale)

@@ -165,7 +165,9 @@ class LossForm(RowOptions):
         rows = Rows(None, terms, self.num_classes, shares)
         if not upstream.beside:
             return rows, self.loss.pull(rows, 1.0), upstream.loss
-        pull, terms_beside = self.loss.pull(rows, upstream.loss), dict(self.beside)
+        pull, terms_beside = Pull(), dict(self.beside)
+        if upstream.of_loss:
+            pull = self.loss.pull(rows, upstream.loss)
         for name, given in upstream.beside:
             pull = pull + terms_beside[name].pull(rows, given)
         return rows, pull, torch.ones_like(upstream.loss)
@@ -189,6 +191,7 @@ class LossForm(RowOptions):
     @cached_property
     def _unbounded(self) -> list[Term]:
         given = [term for name, term in self.beside if name in self.differentiable and name not in OUTPUTS]
+        given = [term for term in given if type(term) is not LogProbs]  # sizes of upstreams are of all K
         return given if type(self.loss) is CrossEntropy else [self.loss, *given]
 
     @property

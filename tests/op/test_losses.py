@@ -7,11 +7,27 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, fused_linear_loss, losses
+from megatron_fused_ce import (
+    FusedCEConfig,
+    fused_linear_cross_entropy,
+    fused_linear_loss,
+    fused_linear_topk_distillation,
+    losses,
+)
 from megatron_fused_ce.losses import Pull, Term
 from megatron_fused_ce.scripts.lib.reference import KINDS, make_inputs, relative_error
 from tests.support import pairs
-from tests.support.losses import LOSSES, TABLE, Focal, Loss, MeanSquare, compare, problem, true_value
+from tests.support.losses import (
+    LOSSES,
+    TABLE,
+    Focal,
+    Loss,
+    MeanSquare,
+    Unlikelihood,
+    compare,
+    problem,
+    true_value,
+)
 from tests.support.op import EXP_DTYPE, STRATEGIES
 
 SIZES = {"s": 12, "b": 3, "hidden_size": 16, "vocab": 97}
@@ -144,15 +160,68 @@ def test_an_ignored_first_output_without_a_label(device):
     assert relative_error(made, true) < 2e-6 and relative_error(weight.grad, plain.grad) < 2e-6
 
 
+def test_an_output_alone_meets_no_slope_of_the_loss(device):
+    """A sure token: the loss has a slope of inf there, and no upstream gradient."""
+    hidden = torch.tensor([[200.0, 0.0], [0.0, 1.0]], device=device, requires_grad=True)
+    labels, terms = (
+        torch.tensor([[1, 0], [1, 0]], device=device),
+        {"loss": Unlikelihood(), "lp": losses.LogProbs()},
+    )
+    made = fused_linear_loss(hidden, torch.eye(2, device=device), labels, terms)
+    made["lp"].sum().backward()
+    assert hidden.grad.isfinite().all() and hidden.grad.any()
+
+
+@pytest.mark.parametrize("k", [1, 2048])
+def test_fp16_counts_the_upstreams_of_a_token_once(k, device):
+    weight = torch.randn(4000, 16, device=device, dtype=torch.float16, requires_grad=True)
+    hidden = torch.randn(3, 16, device=device, dtype=torch.float16, requires_grad=True)
+    ids = torch.randint(0, 4000, (3, k), device=device)
+    upstream, grads = torch.randn(3, k, device=device), []
+    for dtype in (torch.float16, torch.float64):
+        operands = [x.detach().to(dtype).requires_grad_() for x in (hidden, weight)]
+        if dtype == torch.float16:
+            made = fused_linear_loss(*operands, ids, {"loss": losses.CrossEntropy(), "x": losses.LogProbs()})[
+                "x"
+            ]
+        else:
+            made = (operands[0] @ operands[1].t()).log_softmax(-1).gather(1, ids)
+        grads.append(torch.autograd.grad(made, operands, upstream.to(made.dtype)))
+    for ours, true in zip(*grads, strict=True):
+        assert relative_error(ours, true) < 1e-3
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_teachers_shares_of_any_sum_stay_finite_in_fp16(strategy, device):
+    weight = torch.randn(40, 16, device=device, dtype=torch.float16, requires_grad=True)
+    hidden = torch.randn(6, 16, device=device, dtype=torch.float16, requires_grad=True)
+    ids = torch.randint(0, 40, (6, 1), device=device).expand(6, 512)
+    made = fused_linear_topk_distillation(
+        hidden,
+        weight,
+        ids,
+        torch.zeros(6, 512, device=device),
+        token_weights=torch.ones(6, device=device),
+        config=FusedCEConfig(strategy),
+    )
+    (made / 512).sum().backward()
+    plain = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    true = torch.autograd.grad(-(plain[0] @ plain[1].t()).log_softmax(-1).gather(1, ids[:, :1]).sum(), plain)
+    for ours, right in zip((hidden.grad, weight.grad), true, strict=True):
+        assert relative_error(ours, right) < 2e-3
+
+
 def test_ignored_tokens(device):
     """Outputs of the label are 0 for them, others are not."""
     inputs = make_inputs("plain", **SIZES, dtype=torch.float32, device=device)
     ignored, terms = inputs.labels == inputs.labels[0, 0], {"loss": Focal(2.0), "height": MeanSquare()}
+    terms["each"] = losses.LogProbs()
     config = FusedCEConfig(ignore_index=int(inputs.labels[0, 0]))
     hidden = inputs.hidden.clone().requires_grad_()
     made = fused_linear_loss(hidden, inputs.weight, inputs.labels, terms, config=config)
     assert torch.equal(made["loss"] == 0, ignored) and (made["height"] > 0).all()
-    made["loss"].sum().backward()
+    assert torch.equal(made["each"] == 0, ignored.unsqueeze(-1))
+    (made["loss"].sum() + made["each"].sum()).backward()
     assert not hidden.grad[ignored.t()].any() and hidden.grad[~ignored.t()].any()
 
 
