@@ -254,6 +254,8 @@ def _judged(launch: TrainingLaunch | None, given: argparse.Namespace, own: Parse
     program = launch.program.rpartition("/")[2]
     if program and program not in closed_world.PROGRAMS:
         uncounted = {program.removeprefix("-m "): f"what {program} trains is not known"} | uncounted
+    if program == "pretrain_gpt.py" and megatron_arguments.is_hybrid(given, ""):
+        uncounted["--hybrid-layer-pattern"] = "a hybrid by pretrain_gpt.py is not counted"
     vouched = {_plain(name): name for name in given.ignore}
     if unknown := [name for name in vouched if name not in map(_plain, uncounted)]:
         names = ", ".join(uncounted) or "all of it is"

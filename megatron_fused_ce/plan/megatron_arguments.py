@@ -233,6 +233,10 @@ def _short_enough(value: Any) -> Any:
 # --- from arguments to a setting -------------------------------------------------------------
 
 
+#: Transformer Engine's flash attention serves heads up to it on every GPU.
+LARGEST_FLASH_HEAD = 256
+
+
 def unsure(given: argparse.Namespace) -> dict[str, str]:
     """Counted arguments with values that a plan does not count, and a clause that says why."""
     found = {}
@@ -240,6 +244,13 @@ def unsure(given: argparse.Namespace) -> dict[str, str]:
         found["--hybrid-layer-pattern"] = f"layers of kind {' '.join(sorted(letters))} are not counted"
     if modules := set(given.recompute_modules or ()) - set(RECOMPUTE_MODULES):
         found["--recompute-modules"] = f"recomputing {' '.join(sorted(modules))} is not counted"
+    if given.transformer_impl not in ("local", "transformer_engine"):
+        found["--transformer-impl"] = f"--transformer-impl {given.transformer_impl} is not counted"
+    elif flash_attention(given) and not (given.bf16 or given.fp16):
+        found["--bf16"] = "attention in fp32, which flash attention does not serve, is not counted"
+    width = given.kv_channels or (given.hidden_size or 0) // (given.num_attention_heads or 1)
+    if flash_attention(given) and width > LARGEST_FLASH_HEAD:
+        found["--kv-channels"] = f"heads of {width}, which flash attention may not serve, are not counted"
     if re.search(r"m.*\|", given.pipeline_model_parallel_layout or ""):
         found["--pipeline-model-parallel-layout"] = "prediction before the last stage is not counted"
     return found

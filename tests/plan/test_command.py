@@ -210,6 +210,9 @@ PLAIN = "may change memory and is not counted"
         ("--window-size 128,0", ""),
         ("--window-size 128,0 --attention-backend unfused", f"--window-size {PLAIN}"),
         ("--use-checkpoint-args", f"--use-checkpoint-args {PLAIN}"),
+        ("--cuda-graph-impl local", f"--cuda-graph-impl {PLAIN}"),
+        ("--kv-channels 512", "heads of 512"),
+        ("--transformer-impl inference_optimized", "--transformer-impl inference_optimized is not counted"),
         ("--moe-token-dispatcher-type flex", "--moe-token-dispatcher-type flex is not counted"),
     ],
 )  # fmt: skip
@@ -271,9 +274,18 @@ def test_ratios_of_015_and_016_are_a_pattern():
     assert alone.model.pattern == "MM"
 
 
+def test_attention_in_fp32_and_a_hybrid_by_pretrain_gpt_get_none():
+    words = f"pretrain_gpt.py {TINY}"
+    for more, said in (
+        ("", "attention in fp32"),
+        ("--bf16 --hybrid-layer-pattern M*", "a hybrid by pretrain"),
+    ):
+        assert said in plan_of(["--from-launch", f"{words} {more}", "--gpus", "2"]).doubts[0]
+
+
 def test_a_quick_geglu_is_a_gate_and_learned_positions_can_be_none():
     """The gate's rows are counted; a launch with it still gets no verdict, since what it keeps is not."""
-    gate = plan_of(["--from-launch", f"{TINY} --quick-geglu"])
+    gate = plan_of(["--from-launch", f"{TINY} --bf16 --quick-geglu"])
     sizes = static.parameters(gate.setting), static.parameters(tiny("--swiglu"))
     assert gate.setting.model.gated and sizes[0] > sizes[1]  # 4H rows, where SwiGLU takes 8/3 H
     assert gate.doubts == ["--quick-geglu may change memory and is not counted"]
@@ -404,7 +416,7 @@ def test_transformer_engines_loss_is_refused_from_018_on(versions, row, tmp_path
     """As a log's arguments say, or the checkout that a script lies in; where neither says, both are."""
     script = tmp_path / "examples" / "train.sh"
     script.parent.mkdir()
-    script.write_text(f"torchrun --nproc-per-node 2 pretrain_gpt.py {TINY}\n")
+    script.write_text(f"torchrun --nproc-per-node 2 pretrain_gpt.py {TINY} --bf16\n")
     if len(versions) == 1:
         info = tmp_path / "megatron" / "core" / "package_info.py"
         info.parent.mkdir(parents=True)
@@ -481,7 +493,7 @@ MODEL = ["--model", "llama-3-8b", "--seq-length", "8192"]
         (["--from-launch", "--num-layers 2 'open"], "No closing quotation"),
         ([*MODEL, "--from-launch", TINY], "not allowed with argument"),
         ([*MODEL, "--hiden-size", "3"], "unrecognized arguments: --hiden-size"),
-        (["--from-launch", f"{TINY} --hidden-size 66"], "66 cannot be divided by --num-attention-heads 4"),
+        (["--from-launch", f"{TINY} --bf16 --hidden-size 66"], "66 cannot be divided by --num"),
         ([*MODEL, "--tp", "3", "--gpus", "3"], "32 attention heads cannot be divided over 3 ranks"),
         ([*MODEL, "--tp", "4", "--gpus", "6"], "6 GPUs cannot be divided into groups of 4"),
         ([*MODEL, "--tp", "4", "--gpus", "1"], "give --gpus a multiple of 4"),
@@ -500,7 +512,7 @@ MODEL = ["--model", "llama-3-8b", "--seq-length", "8192"]
         ([*MODEL, "--tp", "8", "--logit-bytes", "0"], "expected a number above 0"),
         ([*MODEL, "--plot", "/dev/null/where.png"], "cannot write to"),
         (["--model", "llama-3.2-1b", "--seq-length", "64", "--plot", "plan.nothing"], "nothing"),
-        (["--from-launch", f"{TINY} --num-experts 6 --ep 4"], "6 experts cannot be divided over 4"),
+        (["--from-launch", f"{TINY} --bf16 --num-experts 6 --ep 4"], "6 experts cannot be divided over 4"),
         (["--from-launch", TINY, "--set", "X"], "--set takes NAME=VALUE"),
         (["--from-launch", TINY, "--set", "X=1"], "arguments in quotes have none"),
         ([*MODEL, "--pp", "2", "--pipeline-model-parallel-layout", "Et|tL"], "2 layers in 2 parts; there"),
