@@ -28,6 +28,10 @@ _LAUNCHERS: dict[str, _Ways] = {
     "mpiexec": _MPIRUN,
     "srun": (((("-n", "--ntasks"), None),), ((_NODES, None), (("--ntasks-per-node",), 1))),
 }
+#: Modules that run the program behind them as it is.
+_RUNS_ANOTHER = {*_LAUNCHERS, "megatron_fused_ce.launch", "cProfile", "profile", "trace", "pdb", "coverage"}
+#: Options of accelerate by which it shards the model itself.
+_SHARDS = ("--use_deepspeed", "--use_fsdp", "--config_file")
 #: What Slurm sets from its options.
 _SLURM = {
     "SLURM_NNODES": _NODES,
@@ -164,17 +168,19 @@ def _ask(missing: Sequence[tuple[str, str]], or_gpus: bool) -> None:
 
 
 def _script(words: Sequence[str]) -> int | None:
-    """Index of the first Python script; without one, of the module that -m names and that is no launcher."""
+    """Index of the first Python script, or module that -m names and that runs no other program."""
     scripts = [index for index, word in enumerate(words) if word.endswith(".py")]
     pairs = enumerate(pairwise(words), 1)
-    modules = [index for index, (flag, name) in pairs if flag == "-m" and name not in _LAUNCHERS]
-    return next(iter([*scripts, *modules]), None)
+    modules = [index for index, (flag, name) in pairs if flag == "-m" and name not in _RUNS_ANOTHER]
+    return min([*scripts, *modules], default=None)
 
 
 def _launch(words: Sequence[str], place: int, slurm: Sequence[str], count_gpus: bool) -> TrainingLaunch:
     gpus, why = _gpus(words[:place], slurm) if count_gpus else (None, "")
     module = "-m " if words[place - 1 : place] == ["-m"] else ""
-    return TrainingLaunch(tuple(words[place + 1 :]), gpus, why, program=module + words[place])
+    wrappers = [word for word in words[:place] if word.endswith(".sh") or word in _SHARDS]
+    program = wrappers[0] if wrappers else module + words[place]
+    return TrainingLaunch(tuple(words[place + 1 :]), gpus, why, program=program)
 
 
 def _launcher(words: Sequence[str]) -> tuple[str, Sequence[str]]:
