@@ -155,7 +155,12 @@ class Kind:
         if head.loss.requires_grad:
             # As grad_in_forward was promised; 0 where tokens are skipped.
             names = ["loss", *self.outputs_with_grad]
-            torch.autograd.backward([head.outputs[name] for name in names], [1.5 * weights] * len(names))
+            given = [head.outputs[name] for name in names]
+            # log_prob of several labels is of each.
+            of_each = [weights.unsqueeze(-1) if of.dim() > weights.dim() else weights for of in given]
+            torch.autograd.backward(
+                given, [1.5 * of.expand_as(x) for x, of in zip(given, of_each, strict=True)]
+            )
         made = [*head.outputs.values(), head.local_max, head.local_argmax, main_grad]
         return [head.logits_backend, head.plan, hidden.grad, weight.grad, *made]
 

@@ -66,7 +66,8 @@ def _entries(name: str, value: Any, module: str) -> dict[str, Any]:
 
 
 def _identity(code: Any, module: str) -> int | str:
-    made_in = getattr(code, "__globals__", {}).get("__name__", "")
+    of_code = getattr(code, "__globals__", None)  # of FunctionType itself, a descriptor
+    made_in = of_code.get("__name__", "") if isinstance(of_code, dict) else ""
     is_hook = made_in.startswith("megatron_fused_ce") and not module.startswith(OURS)
     return PLUGINS if is_hook else id(code)
 
