@@ -136,18 +136,12 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         local_argmax = None if argmax is None else _of_all_tokens(argmax, kept)
         made: list[Tensor | None] = []
         for name in spec.form.outputs:
-            output = outputs[name]
-            if name in spec.form.per_label:
-                output = output.reshape(len(output), -1)
-                output = output if kept is None else kept.put_back(output)
-                if targets.ignored is not None and name in spec.form.of_label:
-                    output = output.masked_fill(targets.ignored.flatten(), 0.0)
-                made.append(_per_label(output, in_batch))
-                continue
-            output = output if kept is None else kept.put_back(output.flatten())
+            output, per_label = outputs[name], name in spec.form.per_label
+            if kept is not None:
+                output = kept.put_back(output, per_label)
             if targets.ignored is not None and name in spec.form.of_label:
-                output.masked_fill_(targets.ignored.reshape(output.shape), 0.0)
-            made.append(_returned(output, in_batch))
+                output.masked_fill_(targets.ignored.reshape(output.shape[per_label:]), 0.0)
+            made.append(_per_label(output, in_batch) if per_label else _returned(output, in_batch))
         made += local_max, local_argmax
         if len(made) > 3 or spec.with_argmax:
             with_grad = {"loss", *spec.form.differentiable}
@@ -232,7 +226,7 @@ def _soft(targets: Targets, spec: CallSpec) -> LabelSet | Teacher | None:
 
 
 def _of_all_tokens(of_kept: Tensor, kept: Kept | None) -> Tensor:
-    return of_kept.flatten() if kept is None else kept.put_back(of_kept.flatten())
+    return of_kept.flatten() if kept is None else kept.put_back(of_kept)
 
 
 def _verdict(
@@ -267,9 +261,9 @@ def in_labels_layout(per_token: Tensor, in_batch: tuple[int, ...] | None) -> Ten
 
 
 def _per_label(result: Tensor, in_batch: tuple[int, int] | None) -> Tensor:
-    """``[K, T]`` as ``[T, K]`` or ``[b, s, K]``."""
+    """``[K, ...]`` of all tokens as ``[T, K]`` or ``[b, s, K]``."""
     if in_batch is None:
-        result = result.t().contiguous()
+        result = result.flatten(1).t().contiguous()
     else:
         b, s = in_batch
         result = result.view(len(result), s, b).permute(2, 1, 0).contiguous()
@@ -295,14 +289,11 @@ def _upstream(grads: Sequence[Tensor | None], spec: CallSpec, ignored: Tensor | 
             continue
         if name in spec.form.per_label:
             grad = labels_first(grad.float(), spec.comm.num_parts)
-            if ignored is not None and name in spec.form.of_label:
-                grad = grad.masked_fill(ignored, 0.0)
-            beside.append((name, grad))
-            continue
-        # Contiguous: that of a sum() is one number, seen as many.
-        if grad.dim() == 2 and grad.shape[0] > 1:
-            grad = grad.t()
-        grad = grad.float().reshape(spec.comm.num_parts, -1).contiguous()
+        else:
+            # Contiguous: that of a sum() is one number, seen as many.
+            if grad.dim() == 2 and grad.shape[0] > 1:
+                grad = grad.t()
+            grad = grad.float().reshape(spec.comm.num_parts, -1).contiguous()
         if ignored is not None and name in spec.form.of_label:
             grad = grad.masked_fill(ignored, 0.0)
         if name == "log_prob" and spec.form.is_plain:

@@ -90,11 +90,11 @@ class Kept(NamedTuple):
         whole = rows.new_zeros(self.skipped.shape[1], rows.shape[1])
         return whole.index_copy_(0, self.tokens[part], rows)
 
-    def put_back(self, per_token: Tensor) -> Tensor:
-        """Results put back in place, ``[..., parts * m]`` to ``[..., parts * n]``; masked tokens get 0, -1
-        (ids) or False."""
+    def put_back(self, per_token: Tensor, per_label: bool = False) -> Tensor:
+        """Results put back in place, ``[parts * m]`` to ``[parts * n]``, or ``[K, ...]`` each; masked tokens
+        get 0, -1 (ids) or False."""
         fill = -1 if per_token.dtype == torch.int64 else 0
-        lead = per_token.shape[:-1]
+        lead = per_token.shape[:per_label]
         whole = per_token.new_full((*lead, *self.skipped.shape), fill)
         made = per_token.view(*lead, *self.tokens.shape)
         made = torch.where(self.active, made, fill).to(made.dtype)

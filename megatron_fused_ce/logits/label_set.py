@@ -21,7 +21,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from megatron_fused_ce.kernels.records import NOT_HERE, GradCoefficients
+from megatron_fused_ce.kernels.records import NOT_HERE
 from megatron_fused_ce.logits import ChunkTargets, rows_torch
 from megatron_fused_ce.loss import EMPTY, NO_COLUMN, TokenTerms, Upstream
 
@@ -67,29 +67,20 @@ def row_gradients(
     own = _of_column(at, columns, place, scratch=out)
     if out.data_ptr() == logits.data_ptr():
         out.scatter_(1, columns, products)  # which the places have overwritten
-    of_all, inv_sum = at.sum(1), terms.inv_sum
-    alpha, eps, delta = (None if of is None else _of_rows(of, factor) for of in pull[1:4])
-    nowhere = torch.full_like(targets.labels, NO_COLUMN)
-    coefficients = GradCoefficients(
-        terms.row_max,
-        inv_sum * (of_all if alpha is None else of_all + alpha),
-        factor,  # of a label, which is nowhere
-        factor,
-        None if eps is None else inv_sum * eps,
-        delta,
-    )
+    of_all, nowhere = at.sum(1), torch.full_like(targets.labels, NO_COLUMN)
+    coefficients = pull._replace(at=of_all).elsewhere(of_rows, factor)
     rows.row_gradients(logits, nowhere, coefficients, targets.logit_scale, out, form, targets.inv_temperature)
     del at
     log_p = of_rows.log_probs.t().gather(1, place)
     p, others = log_p.exp(), of_all.unsqueeze(1) - own
-    if alpha is not None:
-        others += alpha.unsqueeze(1)
-    if eps is not None:
+    if pull.alpha is not None:
+        others += _column(pull.alpha)
+    if pull.eps is not None:
         t = (log_p + of_rows.log_sum.unsqueeze(1)).masked_fill_(p == 0, 0.0)
-        others += t.mul_(eps.unsqueeze(1))
+        others += t.mul_(_column(pull.eps))
     grad = own.mul_(torch.expm1(log_p)).add_(others.mul_(p))
-    if delta is not None:
-        grad -= delta.unsqueeze(1)
+    if pull.delta is not None:
+        grad -= _column(pull.delta)
     grad *= factor.unsqueeze(1)
     if form.softcap is not None:
         grad *= rows_torch.softcap_gradient(products, targets.logit_scale, form.softcap)
@@ -97,8 +88,8 @@ def row_gradients(
     out.scatter_(1, columns, torch.where(here, grad.to(out.dtype), out.gather(1, columns)))
 
 
-def _of_rows(coefficient: Tensor | float, like: Tensor) -> Tensor:
-    return coefficient if isinstance(coefficient, Tensor) else torch.full_like(like, coefficient)
+def _column(coefficient: Tensor | float) -> Tensor | float:
+    return coefficient.unsqueeze(1) if isinstance(coefficient, Tensor) else coefficient
 
 
 def _stand_ins(columns: Tensor) -> tuple[Tensor, Tensor]:

@@ -88,7 +88,11 @@ class Rows:
             return self._merged.loss
         of_label = torch.where(self.left_out != NOT_HERE, self.left_out, 0.0)
         near = -torch.log1p(-self.terms.one_minus_p_label)
-        return torch.where(self.terms.one_minus_p_label < 0.5, near, -self.terms.inv_sum.log() - of_label)
+        return torch.where(self.terms.one_minus_p_label < 0.5, near, self._log_of_sum - of_label)
+
+    @cached_property
+    def _log_of_sum(self) -> Tensor:
+        return -self.terms.inv_sum.log()
 
     @property
     def extra(self) -> ExtraStatistics:
@@ -144,10 +148,10 @@ class Rows:
         """``lse - m``. For a confident token it is computed from the loss, which has more digits there; for a
         large loss from the sum, which then has more. In a backward from the sum, but of several labels."""
         if self._merged is None and self._shifts is None:
-            return -self.terms.inv_sum.log()
+            return self._log_of_sum
         shift = self.left_out
         from_loss = self._loss_of_left_out + torch.where(shift != NOT_HERE, shift, 0.0)
-        return torch.where(shift > -1, from_loss, -self.terms.inv_sum.log())
+        return torch.where(shift > -1, from_loss, self._log_of_sum)
 
     @cached_property
     def lse(self) -> Tensor:
@@ -155,22 +159,21 @@ class Rows:
         return self.terms.row_max + self.log_sum
 
     @cached_property
-    def p_label(self) -> Tensor:
-        """``p_y``. Undefined for a label outside the vocabulary, whose entry nobody writes."""
-        return self.label_shift.exp() * self.terms.inv_sum
+    def p_left_out(self) -> Tensor:
+        """``p`` of :attr:`left_out`. Undefined for none, whose entry nobody writes."""
+        return self.left_out.exp() * self.terms.inv_sum
 
     @cached_property
-    def weighted_label(self) -> Tensor:
-        """``p_y * (s_y - m)``, 0 where ``p_y`` is: the limit for a logit of -inf."""
-        return torch.where(self.p_label > 0, self.p_label * self.label_shift, 0.0)
+    def weighted_left_out(self) -> Tensor:
+        """``p * (s - m)`` of it, 0 where ``p`` is: the limit for a logit of -inf."""
+        return torch.where(self.p_left_out > 0, self.p_left_out * self.left_out, 0.0)
 
     @cached_property
     def mean_shift(self) -> Tensor:
         """``sum p_j (s_j - m)``, which is ``log_sum`` less the entropy; needs ``weighted``."""
         if self.extra.weighted is None:
             raise TypeError('rows.mean_shift is there for a term with needs = ("weighted",), which keeps it')
-        p = self.p_label if self._shifts is None else self.left_out.exp() * self.terms.inv_sum
-        of_label = torch.where((self.left_out != NOT_HERE) & (p > 0), p * self.left_out, 0.0)
+        of_label = torch.where(self.left_out != NOT_HERE, self.weighted_left_out, 0.0)
         return torch.addcmul(of_label, self.extra.weighted, self.terms.inv_sum)
 
 
@@ -188,22 +191,27 @@ class Pull(NamedTuple):
 
     def coefficients(self, rows: Rows, factor: Tensor) -> GradCoefficients:
         """For the kernels, of one label. ``factor``: fp32 ``[C]``, of all of it."""
-        terms = rows.terms
-        at, alpha, eps, delta, at_labels = self
-        if at_labels is not None:
-            at = _sum(at, at_labels[0])
-        at_label = times(terms.one_minus_p_label, at)
-        if alpha is not None:
-            at_label = at_label - rows.p_label * alpha
-        entropy_scale = None
-        if eps is not None:
-            entropy_scale = terms.inv_sum * eps
-            at_label = at_label - rows.weighted_label * eps
-        if delta is not None:
-            at_label = at_label + delta
-            delta = torch.zeros_like(at_label) + delta  # one for each row, whatever a term gave
-        scale = times(terms.inv_sum, _sum(at, alpha))
-        return GradCoefficients(terms.row_max, scale, at_label, factor, entropy_scale, delta)
+        one = self._replace(at=_sum(self.at, None if self.at_labels is None else self.at_labels[0]))
+        at_label = times(rows.terms.one_minus_p_label, one.at)
+        if self.alpha is not None:
+            at_label = at_label - rows.p_left_out * self.alpha
+        if self.eps is not None:
+            at_label = at_label - rows.weighted_left_out * self.eps
+        if self.delta is not None:
+            at_label = at_label + self.delta
+        return one.elsewhere(rows, factor)._replace(neg_label_grad=at_label)
+
+    def elsewhere(self, rows: Rows, factor: Tensor) -> GradCoefficients:
+        """Of columns without a label: ``at``, ``alpha``, ``eps`` and ``delta`` alone."""
+        inv_sum, eps, delta = rows.terms.inv_sum, self.eps, self.delta
+        return GradCoefficients(
+            rows.terms.row_max,
+            times(inv_sum, _sum(self.at, self.alpha)),
+            factor,  # of a label, which is nowhere
+            factor,
+            None if eps is None else inv_sum * eps,
+            None if delta is None else torch.zeros_like(factor) + delta,  # of each row, whatever a term gave
+        )
 
     def of_labels(self, rows: Rows) -> Tensor:
         """``at`` of each label, fp32 ``[K, C]``; that of one label is the first one's."""

@@ -39,19 +39,15 @@ def check(term: Term, reference: Callable[[Tensor, Tensor], Tensor] | None = Non
     """
     if wrong := term.why_wrong() or ("" if term.gives else "has no gradient"):
         raise TypeError(f"{term!r:.80} {wrong}")
-    rows_of = _rows()
+    rows_of = list(_rows())
     if "at_labels" in term.gives:
         rows_of = [(name, s, labels.unsqueeze(1)) for name, s, labels in rows_of] + _rows_of_several()
     found = [f"{name}: {words}" for name, *rows in rows_of for words in _wrong_of(term, reference, *rows)]
     assert not found, f"{term!r:.80} is wrong\n" + "\n".join(found)
 
 
-def _rows() -> list[tuple[str, Tensor, Tensor]]:
-    return list(_rows_of_one())
-
-
 def _rows_of_several() -> list[tuple[str, Tensor, Tensor]]:
-    _, s, first = _rows()[0]
+    _, s, first = next(_rows())
     labels = (first.unsqueeze(1) + torch.tensor([0, 5, 9, 5])) % NUM_CLASSES
     is_label = torch.nn.functional.one_hot(labels, NUM_CLASSES).double()
     odd = labels.clone()
@@ -65,7 +61,7 @@ def _rows_of_several() -> list[tuple[str, Tensor, Tensor]]:
     ]
 
 
-def _rows_of_one() -> Iterator[tuple[str, Tensor, Tensor]]:
+def _rows() -> Iterator[tuple[str, Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(NUM_TOKENS, NUM_CLASSES, dtype=torch.float64, generator=generator) * 3
     labels = torch.randint(NUM_CLASSES, (NUM_TOKENS,), generator=generator)

@@ -99,9 +99,8 @@ class LossForm(RowOptions):
         beside = {name: known.get(name, MADE_ELSEWHERE) for name in outputs}
         if beside.get("log_prob") is OUTPUTS["log_prob"]:
             beside["log_prob"] = (LogProbs if several else LogProb)(zero_unknown)
-        more |= {"loss": loss, "beside": tuple(beside.items()), "several": several}
-        made = {**more, "copies": bool(terms)}
-        form = LossForm(**made)  # type: ignore[arg-type]
+        more |= {"loss": loss, "beside": tuple(beside.items()), "several": several, "copies": bool(terms)}
+        form = LossForm(**more)  # type: ignore[arg-type]
         return replace(
             form,
             with_logit_sum="logit_sum" in form.needs,
@@ -190,8 +189,12 @@ class LossForm(RowOptions):
 
     @cached_property
     def _unbounded(self) -> list[Term]:
-        given = [term for name, term in self.beside if name in self.differentiable and name not in OUTPUTS]
-        given = [term for term in given if type(term) is not LogProbs]  # sizes of upstreams are of all K
+        given = [
+            term
+            for name, term in self.beside
+            # Of LogProbs the upstream's size is that of all K.
+            if name in self.differentiable and name not in OUTPUTS and type(term) is not LogProbs
+        ]
         return given if type(self.loss) is CrossEntropy else [self.loss, *given]
 
     @property

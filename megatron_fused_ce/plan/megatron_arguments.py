@@ -244,9 +244,7 @@ def unsure(given: argparse.Namespace) -> dict[str, str]:
         found["--hybrid-layer-pattern"] = f"layers of kind {' '.join(sorted(letters))} are not counted"
     if modules := set(given.recompute_modules or ()) - set(RECOMPUTE_MODULES):
         found["--recompute-modules"] = f"recomputing {' '.join(sorted(modules))} is not counted"
-    if given.transformer_impl not in ("local", "transformer_engine"):
-        found["--transformer-impl"] = f"--transformer-impl {given.transformer_impl} is not counted"
-    elif flash_attention(given) and not (given.bf16 or given.fp16):
+    if flash_attention(given) and not (given.bf16 or given.fp16):
         found["--bf16"] = "attention in fp32, which flash attention does not serve, is not counted"
     width = given.kv_channels or (given.hidden_size or 0) // (given.num_attention_heads or 1)
     if flash_attention(given) and width > LARGEST_FLASH_HEAD:

@@ -78,6 +78,22 @@ class Checkout:
             return turn(partial(Case("", run=run).step, problem), problem.world, warm=4, steps=steps)
 
 
+def check_checkout(folder: Path) -> None:
+    """Raises:
+    UsageError: it is none of this project.
+    """
+    if not (folder / PACKAGE / "__init__.py").is_file():
+        raise UsageError(f"{folder} is no checkout of this project: it has no {PACKAGE}")
+
+
+def both(old: Path) -> dict[str, Checkout]:
+    """The other checkout and this one. From here on the package is that of a checkout, never the one that
+    read the command line."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == PACKAGE]:
+        del sys.modules[name]
+    return {"old": Checkout(old), "new": Checkout(results.REPOSITORY)}
+
+
 def difference(old: list[float], new: list[float]) -> tuple[float, float]:
     """Mean of (new - old) / old over the blocks, and half of its 95 % interval."""
     ratios = [(n - o) / o for o, n in zip(old, new, strict=True)]
@@ -119,8 +135,7 @@ def main(words: list[str]) -> int:
     add("--steps", type=whole(most=10**6), default=5, help="of a block, after a warm-up")
     add("--json", type=Path)
     given = parser.parse_args(words)
-    if not (given.old / PACKAGE / "__init__.py").is_file():
-        raise UsageError(f"{given.old} is no checkout of this project: it has no {PACKAGE}")
+    check_checkout(given.old)
     for name in given.strategies:
         parse_strategy(name)
     if given.json:
@@ -128,10 +143,7 @@ def main(words: list[str]) -> int:
     world = World(given.sequence_parallel)
     device = torch.cuda.get_device_name() if world.on_gpu else ""
     source = results.made_by(device, ["scripts.bench.commits", *words])
-    # From here on the package is that of a checkout, never the one that read the command line.
-    for name in [name for name in sys.modules if name.partition(".")[0] == PACKAGE]:
-        del sys.modules[name]
-    checkouts = {"old": Checkout(given.old), "new": Checkout(results.REPOSITORY)}
+    checkouts = both(given.old)
     rows = []
     for T, H, V in given.shapes:
         cell = Cell("", T, H, V * world_size())

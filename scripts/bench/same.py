@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import random
 import statistics
-import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,14 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fused_ce.command_line import Parser, UsageError, command, whole
-from megatron_fused_ce.scripts.bench.commits import PACKAGE, Checkout
+from megatron_fused_ce.command_line import Parser, command, whole
+from megatron_fused_ce.scripts.bench.commits import PACKAGE, Checkout, both, check_checkout
 from megatron_fused_ce.scripts.bench.problem import World
-from megatron_fused_ce.scripts.lib import gloo, reference, results
+from megatron_fused_ce.scripts.lib import gloo, reference
 from megatron_fused_ce.scripts.lib.reference import HeadInputs
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-#: Kinds of call beside the plain one; what is compared with fp64 is :data:`_EXACT`'s.
+#: Kinds of call beside the plain one; what is compared with fp64 is :func:`exact`'s.
 KINDS = ("options", "outputs", "labels", "teacher", "skipped")
 MOST = 1.05
 
@@ -155,14 +154,11 @@ def main(words: list[str]) -> int:
         help="of plain cross-entropy; a third as many of each other kind",
     )
     given = parser.parse_args(words)
-    if not (given.old / PACKAGE / "__init__.py").is_file():
-        raise UsageError(f"{given.old} is no checkout of this project: it has no {PACKAGE}")
+    check_checkout(given.old)
     world = World()
     warnings.filterwarnings("ignore", ".*(upstream gradient|promise)")
     tell: Callable[..., None] = print if world.rank == 0 else lambda *_: None
-    for name in [name for name in sys.modules if name.partition(".")[0] == PACKAGE]:
-        del sys.modules[name]
-    checkouts = {"old": Checkout(given.old), "new": Checkout(results.REPOSITORY)}
+    checkouts = both(given.old)
     failed = 0
     for kind in ("plain", *KINDS):
         found: dict[str, list[float]] = {name: [] for name in checkouts}

@@ -113,6 +113,7 @@ LOSSES: dict[str, dict[str, Term]] = {
     "odd shapes": {"loss": OddShapes()},
     "no label": {"lse": losses.Lse() + losses.ZLoss(1e-2)},
     "users' own": {"loss": Focal(2.0), "height": MeanSquare(), "both": Focal(1.5) + MeanSquare()},
+    "odd shapes, several labels": {"loss": OddShapes() + Unlikelihood()},
     "several labels": {
         "loss": Focal(2.0) + 0.5 * Unlikelihood() + MeanSquare(),
         "each": losses.LogProbs(),
@@ -244,7 +245,7 @@ TABLE: dict[str, Loss] = {
     "3 entries, softcap": Loss(LOSS_OPTIONS["softcap"], entries=3),
     "5 entries, padding": Loss(LOSS_OPTIONS["masked padding"], entries=5),
     **{
-        f"terms: {name}": Loss(terms=terms, num_labels=4 * (name == "several labels"))
+        f"terms: {name}": Loss(terms=terms, num_labels=4 * ("several labels" in name))
         for name, terms in LOSSES.items()
         if name != "plain"
     },
