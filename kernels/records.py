@@ -152,9 +152,6 @@ class RowStatistics(NamedTuple):
     tile_shift: Tensor | None = None
     #: if the shard is the whole vocabulary: the merged result, computed in the same launch
     merged: Merged | None = None
-    #: of several labels a token, over all shards, fp32 [K, C]: NOT_HERE of one that no shard has, -inf of an
-    #: empty entry
-    label_logits: Tensor | None = None
 
     @property
     def row_max(self) -> Tensor:
@@ -209,7 +206,9 @@ class Merged(NamedTuple):
     #: fp32 [C]: the largest row_shift of any shard; None if the shard is the whole vocabulary
     row_shift: Tensor | None
     extra: ExtraStatistics = NO_EXTRA
-    label_shifts: Tensor | None = None  # [K, C]: RowStatistics.label_logits, less the row's maximum
+    #: of several labels a token: their logits less the row's maximum, fp32 [K, C]; NOT_HERE of one that no
+    #: shard has, -inf of an empty entry
+    label_shifts: Tensor | None = None
 
 
 class GradCoefficients(NamedTuple):

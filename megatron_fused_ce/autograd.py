@@ -14,9 +14,8 @@ from torch import Tensor
 from megatron_fused_ce import autocast, masked_tokens, promise
 from megatron_fused_ce.backward import PrecomputedGrads, Saved, SavedChunk, backward, scale_precomputed
 from megatron_fused_ce.call import CallSpec, Context, NeedsGrad
-from megatron_fused_ce.distillation import Teacher
 from megatron_fused_ce.forward import forward
-from megatron_fused_ce.loss import EMPTY, LabelSet, Upstream
+from megatron_fused_ce.loss import Upstream
 from megatron_fused_ce.masked_tokens import Kept
 from megatron_fused_ce.promise import Verdict
 from megatron_fused_ce.targets import Targets, labels_first
@@ -125,8 +124,8 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
             saved = out.saved
             tensors: list[Tensor | None] = [*chain.from_iterable(saved.chunks)]
             ctx.num_of_chunks = len(tensors)
-            soft, inv_temperature = _soft(targets, spec), targets.inv_temperature
-            of_call = saved.last_hidden, saved.matrix, soft, inv_temperature, targets.ignored, kept
+            others = None if targets.others is None else targets.others.saved(spec.plan.strategy)
+            of_call = saved.last_hidden, saved.matrix, others, targets.inv_temperature, targets.ignored, kept
             ctx.structure = take_apart(of_call, tensors)
             # The input itself where it can be, which autograd knows.
             ctx.saves_input = kept is None and not copies_hidden
@@ -144,9 +143,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
             made.append(_per_label(output, in_batch) if per_label else _returned(output, in_batch))
         made += local_max, local_argmax
         if len(made) > 3 or spec.with_argmax:
-            with_grad = {"loss", *spec.form.differentiable}
-            if isinstance(targets.soft, Teacher) and targets.soft.label_weights is None:
-                with_grad.add("divergence")  # the loss
+            with_grad = {"loss", *spec.form.equal_to_loss, *spec.form.differentiable}
             names = (*spec.form.outputs, "", "")
             without = [each for name, each in zip(names, made, strict=True) if name not in with_grad]
             ctx.mark_non_differentiable(*(each for each in without if each is not None))
@@ -179,7 +176,8 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         if kept is not None:
             lost = kept.count_lost(upstream)
             of_all, upstream = upstream, kept.upstream(upstream)
-        upstream = _of_labels_given(upstream, rest[2])
+        if rest[2] is not None:
+            upstream = rest[2].masked(upstream)
         try:
             with autocast.off(device):
                 scale, verdict = _verdict(spec, made, upstream, lost)
@@ -210,19 +208,6 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
                     kept.spoil_rows_(grad_hidden, of_all, spec.comm.part)
             grad_hidden = grad_hidden.view(ctx.hidden_shape)
         return grad_hidden, grad_weight, *no_others
-
-
-def _soft(targets: Targets, spec: CallSpec) -> LabelSet | Teacher | None:
-    """What the backward reads of them: no teacher, where the gradients of all logits are saved.
-
-    Else a copy of its hidden states, as of labels: they may lie in a buffer that another rank fills again
-    before the backward, of which autograd does not know.
-    """
-    if not isinstance(targets.soft, Teacher):
-        return targets.soft
-    if spec.plan.strategy == "store":
-        return None
-    return targets.soft._replace(hidden=targets.soft.hidden.clone())
 
 
 def _of_all_tokens(of_kept: Tensor, kept: Kept | None) -> Tensor:
@@ -270,18 +255,10 @@ def _per_label(result: Tensor, in_batch: tuple[int, int] | None) -> Tensor:
     return result.data if result._is_view() else result
 
 
-def _of_labels_given(upstream: Upstream, soft: LabelSet | Teacher | None) -> Upstream:
-    """Without those of empty entries, whose log-probability is -inf."""
-    if not isinstance(soft, LabelSet):
-        return upstream
-    empty = soft.columns == EMPTY
-    return upstream.map(lambda grad: grad.masked_fill(empty, 0.0) if grad.dim() == 3 else grad)
-
-
 def _upstream(grads: Sequence[Tensor | None], spec: CallSpec, ignored: Tensor | None) -> Upstream:
     """Upstream gradients of the outputs, in token order, ``[parts, n]`` fp32, or ``[K, parts, n]``.
 
-    That of ``log_prob`` is taken into the loss's, where the loss is plain, and that of the divergence.
+    That of ``log_prob`` is taken into the loss's, where the loss is plain, and of outputs that are the loss.
     """
     loss, beside = None, []
     for name, grad in zip(spec.form.outputs, grads, strict=True):
@@ -298,7 +275,7 @@ def _upstream(grads: Sequence[Tensor | None], spec: CallSpec, ignored: Tensor | 
             grad = grad.masked_fill(ignored, 0.0)
         if name == "log_prob" and spec.form.is_plain:
             loss = -grad if loss is None else loss - grad
-        elif name in ("loss", "divergence"):
+        elif name == "loss" or name in spec.form.equal_to_loss:
             loss = grad if loss is None else loss + grad
         else:
             beside.append((name, grad))

@@ -28,9 +28,8 @@ from torch import Tensor
 
 from megatron_fused_ce.call import Context, NeedsGrad
 from megatron_fused_ce.chunking import Chunk
-from megatron_fused_ce.distillation import Teacher
-from megatron_fused_ce.logits import ChunkTargets, LogitsGrad
-from megatron_fused_ce.loss import LabelSet, TokenTerms, Upstream
+from megatron_fused_ce.logits import ChunkTargets, LogitsGrad, OrderedTargets
+from megatron_fused_ce.loss import TokenTerms, Upstream
 from megatron_fused_ce.losses.form import LossForm
 from megatron_fused_ce.overlap import ChunkGradients, HiddenStates, Workspace, delay_next_gemm
 from megatron_fused_ce.phases import phase
@@ -65,7 +64,7 @@ class Saved(NamedTuple):
     last_hidden: Tensor | None = None
     #: [T, V]: E of all chunks, one after the other, where :attr:`.CallSpec.wgrad_at_once`
     matrix: Tensor | None = None
-    soft: LabelSet | Teacher | None = None  # the call's, as the next
+    others: OrderedTargets | None = None  # the call's, as the next
     inv_temperature: Tensor | None = None  # [parts, n] fp32
 
 
@@ -89,14 +88,10 @@ def backward(
     if weight.dtype == torch.float16 and not spec.form.is_bounded:
         factor = torch.ones_like(upstream.loss)
         for chunk, of_chunk in zip(context.chunks, saved.chunks, strict=True):
-            if spec.divergence is not None:
-                bound = spec.divergence.bound_of(of_chunk.row_scale, of_chunk.terms)
-            elif of_chunk.terms is not None:
-                several = context.targets(chunk, None, saved.soft, None).several
-                bound = spec.form.bound_of(of_chunk.terms, None if several is None else several.shares)
-            else:
-                continue
-            factor[:, chunk.start : chunk.stop] = bound.view(len(factor), -1)
+            targets = context.targets(chunk, None, saved.others, None)
+            bound = spec.logits.bound_of(of_chunk.terms, of_chunk.row_scale, targets)
+            if bound is not None:
+                factor[:, chunk.start : chunk.stop] = bound.view(len(factor), -1)
     upstream, inv_scale = scaled_upstream(upstream, spec.logit_scale, saved.inv_temperature, weight, factor)
     if spec.plan.block_columns and saved.chunks:
         return _by_columns(context, hidden, weight, saved, upstream, needs_grad)
@@ -128,7 +123,7 @@ def _by_chunks(
         x = hidden_states.take(chunk) if chunk in read else None  # [C, H]
         if hidden_states.start():
             delay_next_gemm(context, device)
-        targets = context.targets(chunk, of_chunk.labels, saved.soft, saved.inv_temperature)
+        targets = context.targets(chunk, of_chunk.labels, saved.others, saved.inv_temperature)
         of_tokens = upstream.map(partial(context.split, chunk=chunk))
         with phase("grad-logits"):
             if spec.stores(chunk):

@@ -12,7 +12,7 @@ import re
 from collections.abc import Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -20,17 +20,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fused_ce import autocast, distillation, planner
+from megatron_fused_ce import autocast, planner
 from megatron_fused_ce.chunking import Chunk
 from megatron_fused_ce.config import FusedCEConfig, why_no_config
-from megatron_fused_ce.distillation import Distillation, Teacher
 from megatron_fused_ce.host_copy import HostCopy
-from megatron_fused_ce.logits import ChunkTargets, LogitsBackend, choose
-from megatron_fused_ce.logits.choose import RequestedOutputs
-from megatron_fused_ce.logits.divergence import Divergence, divergence_rows
-from megatron_fused_ce.loss import LabelSet, SeveralLabels
+from megatron_fused_ce.logits import ChunkTargets, LogitsBackend, OrderedTargets, choose
+from megatron_fused_ce.logits.choose import Requested
 from megatron_fused_ce.losses import Term
-from megatron_fused_ce.losses.form import MADE_ELSEWHERE, LossForm, loss_of
+from megatron_fused_ce.losses.form import LossForm
+from megatron_fused_ce.losses.label import CROSS_ENTROPY, loss_of
 from megatron_fused_ce.parallel import (
     GroupHistory,
     HeadOfGroup,
@@ -39,11 +37,9 @@ from megatron_fused_ce.parallel import (
     VocabParallel,
     check_group,
     check_true_vocab_size,
-    collective_device,
     compare,
     compare_numbers,
     history_of,
-    raise_if_any,
 )
 from megatron_fused_ce.promise import UNNAMED, Head, broken_promise
 from megatron_fused_ce.validation import check_call, check_requested, check_temperature
@@ -53,6 +49,81 @@ DEFAULT_CONFIG = FusedCEConfig()
 
 #: Specs that a group remembers: the kinds of call of a training run, or as many lengths of dynamic batches.
 MAX_SPECS = 512
+
+
+class OtherTargets:
+    """What tokens are compared with beside one label each. This one: nothing.
+
+    A subclass is a frozen dataclass: :class:`.SeveralLabels`, :class:`.Distillation`.
+    """
+
+    #: the loss in the place of a label's
+    loss: Term = CROSS_ENTROPY
+    #: K, of several labels a token; 0 for one
+    num_labels = 0
+    #: outputs that the logits backend makes, beside those of :data:`.OUTPUTS`
+    outputs: tuple[str, ...] = ()
+    #: those of them that are the loss
+    equal_to_loss: tuple[str, ...] = ()
+    #: why the scaled-exp GEMM cannot serve, as a thing that its epilogue would have to make; or empty
+    beyond_scaled_exp = ""
+    #: a loss whose gradient is made from logits of both dtypes, in words; or empty
+    saves_logits_for = ""
+    #: arguments among :attr:`arguments` with numbers for each of the labels' tokens
+    per_token: tuple[str, ...] = ()
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The caller's, by their names; of a tensor whose rows may differ between ranks none of them."""
+        return {}
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """All that a spec depends on; of tensors the numbers do not count."""
+        return ()
+
+    def in_plan(self) -> dict[str, int]:
+        """Fields of :class:`.PlanInputs`."""
+        return {}
+
+    def in_autocast(self) -> OtherTargets:
+        """With tensors in autocast's dtype."""
+        return self
+
+    def of_head(self) -> Hashable:
+        """What makes another head of it, in :func:`_head_of`."""
+        return None
+
+    def check(self, call: Call, num_ranks: int) -> None:
+        """Check it beside a call's other arguments, which are checked.
+
+        Raises:
+            TypeError, ValueError: something does not fit.
+        """
+
+    def why_not_here(self, config: FusedCEConfig) -> str:
+        """As :func:`.choose.why_not_here`."""
+        return ""
+
+    def check_shards(self, call: Call, vocab_start: int, comm: VocabParallel, compares: bool) -> None:
+        """Check it against this rank's shard, once the ranks have compared theirs, if they do.
+
+        Raises:
+            ValueError: on every rank, where they compare.
+        """
+
+    def backend(self, call: Call, base: LogitsBackend) -> LogitsBackend:
+        """That of these targets, over ``base``."""
+        return base
+
+    def in_order(
+        self, labels: Tensor, num_rows: int, config: FusedCEConfig, spec: CallSpec
+    ) -> OrderedTargets | None:
+        """In the order of the hidden states; ``num_rows``: of the weight."""
+        return None
+
+
+NOTHING_ELSE = OtherTargets()
 
 
 class Call(NamedTuple):
@@ -73,10 +144,8 @@ class Call(NamedTuple):
     differentiable: tuple[str, ...] = ()  # which of the outputs carry gradients
     #: see :func:`.op.fused_linear_loss`: of ``loss`` and of outputs, by their names
     terms: tuple[tuple[str, Term], ...] = ()
-    #: in the place of one a token, which are then outside the vocabulary: :func:`.op.with_several_labels`
-    several: SeveralLabels | None = None
-    #: see :func:`.op.fused_linear_distillation`
-    distillation: Distillation | None = None
+    #: with which labels may be outside the vocabulary, for none
+    other_targets: OtherTargets = NOTHING_ELSE
     #: see :func:`.rl.token_log_probs`, also for the next two; a tensor is in the labels' shape
     temperature: float | Tensor = 1.0
     zero_unknown: bool = False
@@ -108,11 +177,8 @@ class Call(NamedTuple):
         if on_device and torch.is_autocast_enabled(hidden.device.type):
             if isinstance(weight, Tensor):
                 hidden, weight = autocast.cast(hidden, weight)
-            call = call._replace(hidden=hidden, weight=weight)
-            beside = call.distillation
-            if beside is not None and isinstance(beside.hidden, Tensor) and isinstance(beside.weight, Tensor):
-                hidden, weight = autocast.cast(beside.hidden, beside.weight)
-                call = call._replace(distillation=beside._replace(hidden=hidden, weight=weight))
+            others = call.other_targets.in_autocast()
+            call = call._replace(hidden=hidden, weight=weight, other_targets=others)
         return call
 
     def on_its_device(self) -> AbstractContextManager[Any]:
@@ -132,11 +198,7 @@ _NOT_IN_KEY = {"tp_group", "open_grad_weight", "caller_error", "unmasked"}
 #: Fields that may differ between ranks: their tensors' rows, what each finds by itself (:data:`_NO_FACTS`),
 #: and what changes no collective. All others, and the config's, must agree.
 _OF_RANK = {"tp_group", "vocab_start", "open_grad_weight", "head", "caller_error", "unmasked"}
-_TENSORS = [
-    name
-    for name, of in Call.__annotations__.items()
-    if re.search("Tensor|SeveralLabels|Distillation", str(of))
-]
+_TENSORS = [name for name, of in Call.__annotations__.items() if re.search("Tensor|OtherTargets", str(of))]
 _tensors_in_key = attrgetter(*(name for name in _TENSORS if name not in _NOT_IN_KEY))
 _others_in_key = attrgetter(*(name for name in Call._fields if name not in {*_NOT_IN_KEY, *_TENSORS}))
 _AGREED = tuple(name for name in Call._fields if name not in {*_OF_RANK, "config"})
@@ -178,11 +240,6 @@ class CallSpec(NamedTuple):
             self.history.broken.add(self.key)
             self.history.forget_specs()  # they were made with the promise
             self.head.say(broken_promise(self.head, self.key))
-
-    @property
-    def divergence(self) -> Divergence | None:
-        """The logits backend, of a student beside its teacher."""
-        return self.logits if isinstance(self.logits, Divergence) else None
 
     @property
     def wgrad_at_once(self) -> bool:
@@ -243,27 +300,16 @@ class Context(NamedTuple):
         self,
         chunk: Chunk,
         labels: Tensor | None,  # [C]; None where a backward does not read them
-        soft: LabelSet | Teacher | None,
+        others: OrderedTargets | None,  # of all tokens
         inv_temperature: Tensor | None,  # [parts, n]
     ) -> ChunkTargets:
         """What the logits backend takes of one chunk beside hidden states and weight."""
         spec = self.spec
-        if isinstance(soft, Teacher):
-            comm, weights, flat = spec.comm, soft.label_weights, soft.hidden.dim() == 2
-            soft = soft._replace(
-                hidden=soft.hidden[..., chunk.start : chunk.stop, :].reshape(-1, soft.hidden.shape[-1]),
-                label_weights=None if weights is None else self.split(weights, chunk),
-            )
-            over = comm if comm.sequence_parallel and flat else None
-            return ChunkTargets(labels, spec.logit_scale, spec.form, teacher=soft, over=over)
-        over = None
-        if soft is not None:
-            shares = None if soft.shares is None else self.split(soft.shares, chunk)
-            soft, over = LabelSet(self.split(soft.columns, chunk), shares), spec.comm
         if inv_temperature is not None:
             inv_temperature = self.split(inv_temperature, chunk)
-        alone = spec.comm.size == 1
-        return ChunkTargets(labels, spec.logit_scale, spec.form, soft, alone, inv_temperature, over=over)
+        if others is not None:
+            others = others.of_chunk(chunk, partial(self.split, chunk=chunk))
+        return ChunkTargets(labels, spec.logit_scale, spec.form, inv_temperature, others, spec.comm)
 
 
 def spec_of(call: Call) -> CallSpec:
@@ -313,7 +359,6 @@ def _key(call: Call) -> Hashable | None:
             # Where TMA may load them.
             hidden.data_ptr() % 16,
             weight.data_ptr() % 16,
-            None if call.distillation is None else call.distillation.weight.data_ptr() % 16,
         )
     except (AttributeError, TypeError, RuntimeError):
         return None  # what is wrong, the checks will say
@@ -327,30 +372,26 @@ def _kind(value: Any) -> Hashable:
     kind = type(value)
     if isinstance(value, Tensor):
         return kind, value.shape, value.stride(), value.dtype, value.device, value.requires_grad
-    if kind is Distillation and isinstance(value.label_weights, float):
-        value = value._replace(label_weights=float)  # whose value may change from step to step
-    return tuple(map(_kind, value)) if kind in (SeveralLabels, Distillation) else (kind, value)
+    return (kind, *map(_kind, value.kind)) if isinstance(value, OtherTargets) else (kind, value)
 
 
 def _make(call: Call, history: GroupHistory) -> CallSpec:
     reduces = call.reduce_grad_hidden
     comm = VocabParallel.of(call.tp_group, call.sequence_parallel, call.config.merge, reduces)
     local = _LocalView.of(call, comm, history)
-    if comm.group is not None and history.compares(local.head, call.config.debug_checks):
+    compares = comm.group is not None and history.compares(local.head, call.config.debug_checks)
+    if compares:
         settled = compared(call, comm, local.error, local.facts)
-        if call.distillation is not None:
-            words = _why_not_one_cut(call, comm, settled)
-            wrong = torch.tensor(bool(words), device=collective_device(comm.group))
-            raise_if_any(wrong, words or "the teacher's shard does not fit", comm.group)
-        history.remember(local.head, settled)
     elif local.error is not None:
         raise local.error
     else:
         settled = local.settled or Settled(local.facts, (call.weight.shape[0],))
-        if call.distillation is not None and (words := _why_not_one_cut(call, comm, settled)):
-            raise ValueError(words)
         if comm.size == 1:
             check_true_vocab_size(call.config.true_vocab_size, call.weight.shape[0])
+    others, vocab_start = call.other_targets, _vocab_start(call, comm, settled)
+    others.check_shards(call, vocab_start, comm, compares)
+    if compares:
+        history.remember(local.head, settled)
     assert local.choice is not None
     logits, why_not = local.choice
     if settled.facts["without_scaled_exp"] and not local.facts["without_scaled_exp"]:
@@ -358,10 +399,8 @@ def _make(call: Call, history: GroupHistory) -> CallSpec:
     # Not this rank's view of the head: another head of the group may have as many rows here.
     head = HeadOfGroup(call.head.number, settled.shard_sizes, call.weight.shape[1])
     plan = _plan(call, comm, settled, logits, head in history.broken)
-    if call.distillation is not None:
-        logits = _divergence_of(call, call.distillation, logits)
+    logits = others.backend(call, logits)
     needs_grad = torch.is_grad_enabled()
-    vocab_start, num_classes = _vocab_start(call, comm, settled), _num_classes(call, comm, settled)
     logit_scale, softcap = at_temperature(call)
     return CallSpec(
         comm=replace(comm, beside=plan.count > 1),
@@ -376,13 +415,14 @@ def _make(call: Call, history: GroupHistory) -> CallSpec:
             vocab_start=vocab_start,
             device=call.hidden.device,
             saves_logits=logits.saves_logits,
-            loss=_loss_of(call, num_classes),
+            loss=_loss_of(call),
             outputs=call.outputs,
             terms=dict(call.terms),
             differentiable=call.differentiable,
-            num_classes=num_classes,
+            equal_to_loss=others.equal_to_loss,
+            num_classes=_num_classes(call, comm, settled),
             zero_unknown=call.zero_unknown,
-            several=call.several is not None,
+            num_labels=others.num_labels,
         ),
         logit_scale=logit_scale,
         with_argmax=call.with_argmax,
@@ -395,35 +435,6 @@ def _make(call: Call, history: GroupHistory) -> CallSpec:
         head=call.head,
         key=head,
         history=history,
-    )
-
-
-def _why_not_one_cut(call: Call, comm: VocabParallel, settled: Settled) -> str:
-    assert call.distillation is not None
-    return distillation.why_not_one_cut(
-        call.weight.shape[0],
-        call.distillation.weight.shape[0],
-        _vocab_start(call, comm, settled),
-        call.config.true_vocab_size,
-        comm.size,
-    )
-
-
-def _divergence_of(call: Call, given: Distillation, base: LogitsBackend) -> Divergence:
-    t, cap = call.temperature, given.logit_softcap
-    assert not isinstance(t, Tensor)
-    rows, statistics = divergence_rows(call.hidden.device, call.config.row_backend)
-    return Divergence(
-        base,
-        statistics,
-        rows,
-        given.divergence,
-        given.beta,
-        t,
-        given.logit_scale / t,
-        None if cap is None else cap / t,
-        given.with_labels,
-        call.hidden.dtype != torch.float16,
     )
 
 
@@ -464,9 +475,7 @@ class _LocalView(NamedTuple):
                 choice = _choose(call, choose.NOT_ON_EVERY_RANK if without else "")
                 return _LocalView(None, head, settled, choice, settled.facts)
             here = choose.why_not_here(config, call.hidden, weight)
-            beside = call.distillation
-            if beside is not None:
-                here = here or choose.why_not_here(config, beside.hidden, beside.weight)
+            here = here or call.other_targets.why_not_here(config)
             choice = _choose(call, here)
         except (TypeError, ValueError, ImportError) as error:
             return _LocalView(error, head, facts=_NO_FACTS)
@@ -488,17 +497,13 @@ def _head_of(call: Call) -> Hashable | None:
     weight = call.weight
     if not isinstance(weight, Tensor) or weight.dim() != 2:
         return None
-    of_teacher: Hashable = None
-    if call.distillation is not None:  # one cut of the vocabulary; not its tokens, which may be others
-        beside = call.distillation.weight
-        of_teacher = (beside.shape, beside.dtype) if isinstance(beside, Tensor) else type(beside)
     return (
         call.head.number,
         weight.shape,
         weight.dtype,
         weight.requires_grad,
         call.config.logits_backend,
-        of_teacher,
+        call.other_targets.of_head(),
     )
 
 
@@ -525,14 +530,10 @@ def check_arguments(call: Call, comm: VocabParallel) -> None:
         comm.size,
         call.outputs,
         dict(call.terms),
-        call.labels,
-        call.several,
-        call.token_weights is not None,
-        call.distillation is not None,
+        call.other_targets.outputs,
     )
-    check_temperature(call.temperature, call.labels, call.distillation)
-    if call.distillation is not None:
-        distillation.check(call.distillation, call.hidden, call.labels, call.config, comm.size)
+    check_temperature(call.temperature, call.labels)
+    call.other_targets.check(call, comm.size)
     if comm.sequence_parallel and not call.reduce_grad_hidden:
         raise ValueError(
             "sequence_parallel=True gives every rank the gradient of its own tokens, summed over the "
@@ -547,14 +548,9 @@ def check_arguments(call: Call, comm: VocabParallel) -> None:
 
 
 def _choose(call: Call, why_not_here: str) -> tuple[LogitsBackend, str]:
-    beside = call.distillation
-    requested = RequestedOutputs(
-        call.differentiable,
-        several=call.several is not None,
-        divergence=beside is not None,
-        teacher_fits=beside is None
-        or choose.teacher_fits(beside.hidden, beside.logit_scale, beside.logit_softcap),
-        terms=call.terms,
+    others = call.other_targets
+    requested = Requested(
+        _loss_of(call), call.differentiable, call.terms, others.beyond_scaled_exp, others.saves_logits_for
     )
     return choose.choose(call.config, call.hidden, call.weight, requested, why_not_here)
 
@@ -578,8 +574,9 @@ def _plan(
     call: Call, comm: VocabParallel, settled: Settled, logits: LogitsBackend, promise_broken: bool
 ) -> planner.Plan:
     config = call.config
-    # How large z-loss or a user's terms make fp16's gradients is known after the forward.
-    in_forward = not ((config.z_loss or call.terms) and call.hidden.dtype == torch.float16)
+    bound = _loss_of(call).bound
+    # Else how large fp16's gradients are is known after the forward.
+    in_forward = call.hidden.dtype != torch.float16 or (bound is not None and bound <= 1 + 1e-6)
     if config.strategy == "grad_in_forward" and not in_forward:
         config = replace(config, strategy="auto")
     inputs = planner.PlanInputs(
@@ -600,9 +597,7 @@ def _plan(
         saves_logits=logits.saves_logits,
         device=_DEVICES[settled.facts["device"]],
         uses_in_flight=call.uses_in_flight,
-        labels_per_token=0 if call.several is None else call.several.ids.shape[-1],
-        teacher_hidden_size=0 if call.distillation is None else call.distillation.weight.shape[1],
-        teacher_itemsize=0 if call.distillation is None else call.distillation.weight.element_size(),
+        **call.other_targets.in_plan(),
     )
     return planner.plan(inputs)
 
@@ -614,23 +609,17 @@ def _vocab_start(call: Call, comm: VocabParallel, settled: Settled) -> int:
 
 
 def _num_classes(call: Call, comm: VocabParallel, settled: Settled) -> int:
-    """Classes of the whole vocabulary; 0 where nothing asks for them."""
+    """Classes of the whole vocabulary; 0 where nothing asks for them: the config's terms do by their sum."""
     if call.config.true_vocab_size is not None:
         return call.config.true_vocab_size
-    if not (call.config.label_smoothing or call.terms):
+    if not (call.terms or "logit_sum" in _loss_of(call).needs):
         return 0
     return sum(_all_sizes(comm, settled, "config.true_vocab_size"))
 
 
-def _loss_of(call: Call, num_classes: int) -> Term:
-    if call.distillation is not None:
-        return MADE_ELSEWHERE
+def _loss_of(call: Call) -> Term:
     own = dict(call.terms)
-    return own["loss"] if "loss" in own else loss_of(call.config, _of_teacher(call), num_classes)
-
-
-def _of_teacher(call: Call) -> bool:
-    return call.several is not None and call.several.log_probs is not None
+    return own["loss"] if "loss" in own else loss_of(call.config, call.other_targets.loss)
 
 
 def _all_sizes(comm: VocabParallel, settled: Settled, instead: str) -> tuple[int, ...]:
@@ -661,12 +650,8 @@ def _grad_mode(call: Call) -> str:
 
 def _in_words(value: Any) -> str:
     """Text that is compared across ranks: a value's repr, for tensors dtype, shape and requires_grad."""
-    if isinstance(value, SeveralLabels):
-        return ", ".join(map(_in_words, value))
-    if isinstance(value, Distillation):
-        rows_differ = value.weight[:0] if isinstance(value.weight, Tensor) else None
-        fields = value._replace(weight=rows_differ)._asdict()
-        return ", ".join(f"{name} {_in_words(field)}" for name, field in fields.items())
+    if isinstance(value, OtherTargets):
+        return ", ".join(f"{name} {_in_words(given)}" for name, given in value.arguments.items())
     if not isinstance(value, Tensor):
         return repr(value)
     grad = ", requires grad" if value.requires_grad else ""
@@ -694,13 +679,10 @@ def compared(
         same = _must_agree(call) | {name: str(value) for name, value in (more or {}).items()}
     settled = compare(comm.group, same, of_rank or {}, shard, call.config.true_vocab_size, error)
     if call.config.debug_checks:
-        ids, log_probs = call.several or (None, None)
-        beside = None if call.distillation is None else call.distillation.label_weights
+        others = call.other_targets
         per_token = {
             **{"labels": call.labels, "token_weights": call.token_weights, "temperature": call.temperature},
-            **{"teacher_log_probs": log_probs, "label_weights": beside},
+            **{name: others.arguments[name] for name in others.per_token},
         }
-        if ids is not None:
-            per_token["labels" if log_probs is None else "teacher_ids"] = ids
         compare_numbers(per_token, comm.group)
     return settled

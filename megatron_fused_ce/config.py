@@ -129,6 +129,11 @@ class FusedCEConfig:
             raise ValueError(f"ignore_index must be between -2**62 and 2**62, got {self.ignore_index}")
 
     @property
+    def loss_terms(self) -> str:
+        """Names of the options that add terms to the loss, or empty."""
+        return ", ".join(name for name in ("label_smoothing", "z_loss") if getattr(self, name))
+
+    @property
     def loss_options(self) -> str:
         """Names of the options that change the loss, for messages; or empty.
 

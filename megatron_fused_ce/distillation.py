@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_fused_ce import autocast
+from megatron_fused_ce.call import Call, CallSpec, OtherTargets
 from megatron_fused_ce.config import FP32_LIMIT, FusedCEConfig
 from megatron_fused_ce.kernels.records import DIVERGENCES
-from megatron_fused_ce.masked_tokens import Kept
-from megatron_fused_ce.parallel import VocabParallel
+from megatron_fused_ce.logits import LogitsBackend, choose
+from megatron_fused_ce.logits.divergence import Divergence, Teacher, divergence_rows
+from megatron_fused_ce.losses.form import MADE_ELSEWHERE
+from megatron_fused_ce.parallel import VocabParallel, collective_device, raise_if_any
+from megatron_fused_ce.targets import in_token_order
 from megatron_fused_ce.validation import DTYPES
 
 
-class Distillation(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Distillation(OtherTargets):
     """The arguments of :func:`.op.fused_linear_distillation` beside those of every call."""
 
     hidden: Tensor  # [s, b, H_t] or [T, H_t], without a gradient; this rank's part with sequence_parallel
@@ -27,136 +35,199 @@ class Distillation(NamedTuple):
     sequence_parallel: bool
     with_labels: bool
 
+    loss = MADE_ELSEWHERE
+    outputs = ("divergence", "teacher_log_prob")
+    saves_logits_for = "a divergence"
+    per_token = ("label_weights",)
 
-class Teacher(NamedTuple):
-    """The teacher in the order of the student's tokens."""
+    @property
+    def equal_to_loss(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("divergence",) if self.label_weights is None else ()
 
-    #: [n, H_t]: of this rank's part, gathered chunk by chunk; or [parts, n, H_t]: of all tokens
-    hidden: Tensor
-    weight: Tensor  # [V', H_t]
-    label_weights: Tensor | None  # [parts, n] fp32
-    sample: Tensor | None = None  # [S, H_t]: see LogitsBackend.sample_rows
+    @property
+    def beyond_scaled_exp(self) -> str:  # type: ignore[override]
+        plain = self.logit_scale > 0 and self.logit_softcap is None
+        fits = plain and (not self.hidden.is_cuda or self.hidden.dtype == torch.bfloat16)
+        return "" if fits else "the teacher's logits"
 
-    @staticmethod
-    def of(given: Distillation, num_rows: int, label_weights: Tensor | None, comm: VocabParallel) -> Teacher:
-        """A call's, with ``label_weights`` ``[parts, n]``. ``num_rows``: of the student's weight.
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return {
+            "teacher_hidden": self.hidden,
+            "teacher_weight": self.weight[:0] if isinstance(self.weight, Tensor) else None,
+            "label_weights": self.label_weights,
+            "divergence": self.divergence,
+            "beta": self.beta,
+            "teacher_logit_scale": self.logit_scale,
+            "teacher_logit_softcap": self.logit_softcap,
+            "teacher_sequence_parallel": self.sequence_parallel,
+            "labels given": self.with_labels,
+        }
 
-        Collectives: one all-gather of ``[T, H_t]``, where the teacher's tokens are split over the ranks and
-        the student's are not.
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        given = vars(self)
+        if isinstance(self.label_weights, float):  # whose value may change from step to step
+            given = given | {"label_weights": float}
+        return (*given.values(), self.weight.data_ptr() % 16)
+
+    def in_plan(self) -> dict[str, int]:
+        return {
+            "teacher_hidden_size": self.weight.shape[1],
+            "teacher_itemsize": self.weight.element_size(),
+        }
+
+    def in_autocast(self) -> Distillation:
+        if not (isinstance(self.hidden, Tensor) and isinstance(self.weight, Tensor)):
+            return self
+        hidden, weight = autocast.cast(self.hidden, self.weight)
+        return replace(self, hidden=hidden, weight=weight)
+
+    def of_head(self) -> Hashable:
+        """One cut of the vocabulary; not its tokens, which may be others."""
+        weight = self.weight
+        return (weight.shape, weight.dtype) if isinstance(weight, Tensor) else type(weight)
+
+    def why_not_here(self, config: FusedCEConfig) -> str:
+        return choose.why_not_here(config, self.hidden, self.weight)
+
+    def check_shards(self, call: Call, vocab_start: int, comm: VocabParallel, compares: bool) -> None:
+        """Collectives: those of :func:`.parallel.raise_if_any`, where the ranks compare."""
+        words = why_not_one_cut(
+            call.weight.shape[0], self.weight.shape[0], vocab_start, call.config.true_vocab_size, comm.size
+        )
+        if compares:
+            assert comm.group is not None
+            wrong = torch.tensor(bool(words), device=collective_device(comm.group))
+            raise_if_any(wrong, words or "the teacher's shard does not fit", comm.group)
+        elif words:
+            raise ValueError(words)
+
+    def backend(self, call: Call, base: LogitsBackend) -> Divergence:
+        t, cap = call.temperature, self.logit_softcap
+        assert not isinstance(t, Tensor)
+        rows, statistics = divergence_rows(call.hidden.device, call.config.row_backend)
+        return Divergence(
+            base,
+            statistics,
+            rows,
+            self.divergence,
+            self.beta,
+            t,
+            self.logit_scale / t,
+            None if cap is None else cap / t,
+            self.with_labels,
+            call.hidden.dtype != torch.float16,
+        )
+
+    def in_order(self, labels: Tensor, num_rows: int, config: FusedCEConfig, spec: CallSpec) -> Teacher:
+        """Collectives: one all-gather of ``[T, H_t]``, where the teacher's tokens are split over the ranks
+        and the student's are not.
         """
-        flat = given.hidden.detach().reshape(-1, given.hidden.shape[-1])
+        comm, weights = spec.comm, self.label_weights
+        if isinstance(weights, Tensor):
+            given, weights = weights, in_token_order(weights.detach().float(), labels, comm.num_parts)
+            read_again = any(spec.needs_grad) and spec.plan.strategy != "store"  # which saves what they make
+            if read_again and weights.data_ptr() == given.data_ptr():
+                weights = weights.clone()  # whose caller may refill its buffer before the backward
+        elif weights is not None:
+            shape = comm.num_parts, labels.numel() // comm.num_parts
+            weights = labels.new_full(shape, weights, dtype=torch.float32)
+        flat = self.hidden.detach().reshape(-1, self.hidden.shape[-1])
         if flat.is_cuda and (flat.stride(-1) != 1 or flat.stride(0) % 8 or flat.data_ptr() % 16):
             flat = flat.clone(memory_format=torch.contiguous_format)  # which TMA can load
-        if given.sequence_parallel and not comm.sequence_parallel and comm.size > 1:
+        if self.sequence_parallel and not comm.sequence_parallel and comm.size > 1:
             flat, gathering = comm.gathered(flat)
             gathering.wait()
-        elif comm.sequence_parallel and not given.sequence_parallel:
+        elif comm.sequence_parallel and not self.sequence_parallel:
             flat = flat.view(comm.num_parts, -1, flat.shape[-1])
-        return Teacher(flat, given.weight.detach()[:num_rows], label_weights)
+        return Teacher(flat, self.weight.detach()[:num_rows], weights)
 
-    def kept(self, kept: Kept, part: int) -> Teacher:
-        """That of the tokens to work on."""
-        hidden, weights = self.hidden, self.label_weights
-        if hidden.dim() == 2:
-            hidden = kept.take(hidden, part)
-        else:
-            hidden = torch.stack([kept.take(of_part, at) for at, of_part in enumerate(hidden)])
-        return self._replace(
-            hidden=hidden, label_weights=None if weights is None else kept.of_tokens(weights)
-        )
-
-
-def check(
-    given: Distillation,
-    hidden: Tensor,
-    labels: Tensor,
-    config: FusedCEConfig,
-    num_ranks: int,
-) -> None:
-    """Check the teacher beside a student's call that is checked.
-
-    Raises:
-        TypeError: an argument is not a tensor, or a dtype does not fit.
-        ValueError: a shape, a device, a number or an option does not fit.
-    """
-    for name, tensor in (("teacher_hidden", given.hidden), ("teacher_weight", given.weight)):
-        if not isinstance(tensor, Tensor) or tensor.dtype not in DTYPES or hasattr(tensor, "placements"):
-            kind = f"{tensor.dtype} tensor" if isinstance(tensor, Tensor) else type(tensor).__name__
+    def check(self, call: Call, num_ranks: int) -> None:
+        hidden, labels, config = call.hidden, call.labels, call.config
+        for name, tensor in (("teacher_hidden", self.hidden), ("teacher_weight", self.weight)):
+            if not isinstance(tensor, Tensor) or tensor.dtype not in DTYPES or hasattr(tensor, "placements"):
+                kind = f"{tensor.dtype} tensor" if isinstance(tensor, Tensor) else type(tensor).__name__
+                raise TypeError(
+                    f"{name} is a {kind}; expected this rank's plain tensor of float32, bfloat16 or float16 "
+                    "(a teacher's k likeliest ids go to fused_linear_topk_distillation)"
+                )
+        if self.hidden.dtype != self.weight.dtype:
             raise TypeError(
-                f"{name} is a {kind}; expected this rank's plain tensor of float32, bfloat16 or float16 (a "
-                "teacher's k likeliest ids go to fused_linear_topk_distillation)"
+                f"teacher_hidden has dtype {self.hidden.dtype} and teacher_weight {self.weight.dtype}; "
+                "expected one dtype, which may differ from the student's"
             )
-    if given.hidden.dtype != given.weight.dtype:
-        raise TypeError(
-            f"teacher_hidden has dtype {given.hidden.dtype} and teacher_weight {given.weight.dtype}; "
-            "expected one dtype, which may differ from the student's"
-        )
-    if given.weight.dim() != 2 or given.hidden.dim() != hidden.dim() or not given.weight.shape[0]:
-        raise ValueError(
-            f"teacher_hidden is {tuple(given.hidden.shape)} and teacher_weight {tuple(given.weight.shape)}; "
-            f"expected {'[s, b, H_t]' if hidden.dim() == 3 else '[T, H_t]'} and [V, H_t]"
-        )
-    tokens = (*reversed(labels.shape),)
-    parts = num_ranks if given.sequence_parallel else 1
-    expected = (tokens[0] // parts, *tokens[1:], given.weight.shape[1])
-    if tuple(given.hidden.shape) != expected or tokens[0] % parts:
-        raise ValueError(
-            f"teacher_hidden is {tuple(given.hidden.shape)}; expected {expected}, the student's tokens"
-            + (f", this rank's part of {parts}" if parts > 1 else "")
-            + " (teacher_sequence_parallel says whether the ranks hold their own parts of them)"
-        )
-    if not given.hidden.device == given.weight.device == hidden.device:
-        raise ValueError(
-            f"teacher_hidden on {given.hidden.device}, teacher_weight on {given.weight.device}, hidden on "
-            f"{hidden.device}; expected all on one device"
-        )
-    for name, of_teacher in (("teacher_hidden", given.hidden), ("teacher_weight", given.weight)):
-        if torch.is_grad_enabled() and of_teacher.requires_grad:
+        if self.weight.dim() != 2 or self.hidden.dim() != hidden.dim() or not self.weight.shape[0]:
             raise ValueError(
-                f"{name} requires a gradient, and the teacher gets none: run it under torch.no_grad(), or "
-                f"pass {name}.detach()"
+                f"teacher_hidden is {tuple(self.hidden.shape)} and teacher_weight "
+                f"{tuple(self.weight.shape)}; expected {'[s, b, H_t]' if hidden.dim() == 3 else '[T, H_t]'} "
+                "and [V, H_t]"
             )
-    if torch.is_grad_enabled() and (given.hidden.is_inference() or given.weight.is_inference()):
-        raise ValueError(
-            "the teacher's tensors were made under torch.inference_mode(), and no backward can save them: "
-            "run it under torch.no_grad()"
-        )
-    if given.divergence not in DIVERGENCES:
-        raise ValueError(f"divergence is {given.divergence!r}; choose one of {', '.join(DIVERGENCES)}")
-    for name, number in (
-        ("beta", given.beta),
-        ("teacher_logit_scale", given.logit_scale),
-        ("teacher_logit_softcap", 1.0 if given.logit_softcap is None else given.logit_softcap),
-    ):
-        if not isinstance(number, (int, float)):
-            raise TypeError(f"{name} is {number!r:.60}; expected a number")
-    if given.divergence == "jsd" and not 0 < given.beta < 1:
-        raise ValueError(
-            f"beta is {given.beta}; expected between 0 and 1: take forward_kl or reverse_kl for the ends"
-        )
-    cap = given.logit_softcap
-    if not 0 < abs(given.logit_scale) < FP32_LIMIT or (cap is not None and not 0 < cap < FP32_LIMIT):
-        raise ValueError(
-            f"teacher_logit_scale is {given.logit_scale} and teacher_logit_softcap {cap}; expected a finite "
-            "number that is not 0, and None or a finite number above 0"
-        )
-    weights = given.label_weights
-    if weights is not None and not given.with_labels:
-        raise ValueError("label_weights are given without labels; give both, or neither")
-    if isinstance(weights, Tensor):
-        alike = weights.shape == labels.shape and weights.device == labels.device
-        if not alike or not weights.is_floating_point():
+        tokens = (*reversed(labels.shape),)
+        parts = num_ranks if self.sequence_parallel else 1
+        expected = (tokens[0] // parts, *tokens[1:], self.weight.shape[1])
+        if tuple(self.hidden.shape) != expected or tokens[0] % parts:
             raise ValueError(
-                f"label_weights are {weights.dtype} {tuple(weights.shape)} on {weights.device}; expected a "
-                f"number, or floats in the labels' shape {tuple(labels.shape)} on {labels.device}"
+                f"teacher_hidden is {tuple(self.hidden.shape)}; expected {expected}, the student's tokens"
+                + (f", this rank's part of {parts}" if parts > 1 else "")
+                + " (teacher_sequence_parallel says whether the ranks hold their own parts of them)"
             )
-        if weights.requires_grad and torch.is_grad_enabled():
-            raise ValueError("label_weights require a gradient, and get none: pass label_weights.detach()")
-    if config.label_smoothing or config.z_loss:
-        raise ValueError(
-            "label_smoothing and z_loss do not go with a divergence; add them by a call of "
-            "fused_linear_cross_entropy"
-        )
+        if not self.hidden.device == self.weight.device == hidden.device:
+            raise ValueError(
+                f"teacher_hidden on {self.hidden.device}, teacher_weight on {self.weight.device}, hidden on "
+                f"{hidden.device}; expected all on one device"
+            )
+        for name, of_teacher in (("teacher_hidden", self.hidden), ("teacher_weight", self.weight)):
+            if torch.is_grad_enabled() and of_teacher.requires_grad:
+                raise ValueError(
+                    f"{name} requires a gradient, and the teacher gets none: run it under torch.no_grad(), "
+                    f"or pass {name}.detach()"
+                )
+        if torch.is_grad_enabled() and (self.hidden.is_inference() or self.weight.is_inference()):
+            raise ValueError(
+                "the teacher's tensors were made under torch.inference_mode(), and no backward can save "
+                "them: run it under torch.no_grad()"
+            )
+        if self.divergence not in DIVERGENCES:
+            raise ValueError(f"divergence is {self.divergence!r}; choose one of {', '.join(DIVERGENCES)}")
+        for name, number in (
+            ("beta", self.beta),
+            ("teacher_logit_scale", self.logit_scale),
+            ("teacher_logit_softcap", 1.0 if self.logit_softcap is None else self.logit_softcap),
+        ):
+            if not isinstance(number, (int, float)):
+                raise TypeError(f"{name} is {number!r:.60}; expected a number")
+        if self.divergence == "jsd" and not 0 < self.beta < 1:
+            raise ValueError(
+                f"beta is {self.beta}; expected between 0 and 1: take forward_kl or reverse_kl for the ends"
+            )
+        cap = self.logit_softcap
+        if not 0 < abs(self.logit_scale) < FP32_LIMIT or (cap is not None and not 0 < cap < FP32_LIMIT):
+            raise ValueError(
+                f"teacher_logit_scale is {self.logit_scale} and teacher_logit_softcap {cap}; expected a "
+                "finite number that is not 0, and None or a finite number above 0"
+            )
+        weights = self.label_weights
+        if weights is not None and not self.with_labels:
+            raise ValueError("label_weights are given without labels; give both, or neither")
+        if isinstance(weights, Tensor):
+            alike = weights.shape == labels.shape and weights.device == labels.device
+            if not alike or not weights.is_floating_point():
+                raise ValueError(
+                    f"label_weights are {weights.dtype} {tuple(weights.shape)} on {weights.device}; expected "
+                    f"a number, or floats in the labels' shape {tuple(labels.shape)} on {labels.device}"
+                )
+            if weights.requires_grad and torch.is_grad_enabled():
+                raise ValueError(
+                    "label_weights require a gradient, and get none: pass label_weights.detach()"
+                )
+        if config.loss_terms:
+            raise ValueError(
+                f"{config.loss_terms} of config do not go with a divergence; add them by a call of "
+                "fused_linear_cross_entropy"
+            )
+        if isinstance(call.temperature, Tensor):
+            raise ValueError("a teacher takes one temperature for all tokens, a number")
 
 
 def why_not_one_cut(

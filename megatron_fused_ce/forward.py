@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from collections import deque
 from functools import partial, reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,10 +39,9 @@ from torch import Tensor
 from megatron_fused_ce.backward import PrecomputedGrads, Saved, SavedChunk, scaled_upstream
 from megatron_fused_ce.call import Context
 from megatron_fused_ce.chunking import Chunk
-from megatron_fused_ce.distillation import Teacher
 from megatron_fused_ce.kernels.records import Merged, RowStatistics
 from megatron_fused_ce.logits import ChunkTargets, Scores
-from megatron_fused_ce.loss import LabelSet, Upstream
+from megatron_fused_ce.loss import Upstream
 from megatron_fused_ce.overlap import ChunkGradients, HiddenStates, Workspace
 from megatron_fused_ce.parallel import DONE, Merge, Work
 from megatron_fused_ce.phases import phase
@@ -93,8 +92,7 @@ def forward(
       the ``grad_hidden`` of ``c - 1``.
     """
     spec, chunks = context.spec, context.chunks
-    # The logits of two sides live until their merge: of one chunk at a time.
-    lag = 1 if spec.comm.size > 1 and spec.divergence is None else 0
+    lag = 1 if spec.comm.size > 1 and not spec.logits.settles_at_once else 0
     differentiates = spec.gradients_in_forward
     with_argmax = spec.with_argmax or "best" in spec.form.needs
     hidden_states = HiddenStates(context, hidden, chunks, depth=3 if differentiates else 2)
@@ -104,16 +102,11 @@ def forward(
         strategy = _Differentiate(context, weight, targets, hidden_states, lag + 1)
     else:
         strategy = _Save(context, weight)
-    soft, sent_beside = targets.soft, DONE
     with spec.comm.coalesced(weight.device):
-        sample, sent = _start_sample(context, weight)
-        if isinstance(soft, Teacher):
-            of_teacher, sent_beside = _start_sample(context, soft.weight)
-            soft = soft._replace(sample=of_teacher)
+        sample, sent = _start_sample(context, weight, targets)
         hidden_states.start()
     hidden_states.start()
     sent.wait()
-    sent_beside.wait()
     waiting: deque[_Scored] = deque()
     for chunk in chunks:
         # 1. Gather.
@@ -122,7 +115,7 @@ def forward(
             hidden_states.start()  # before the GEMM; the gap after it belongs to the merge
         # 2. The first GEMM, and the statistics of its rows.
         labels = context.split(targets.labels, chunk)
-        of_chunk = context.targets(chunk, labels, soft, targets.inv_temperature)
+        of_chunk = context.targets(chunk, labels, targets.others, targets.inv_temperature)
         p = strategy.buffer(chunk)
         scores = spec.logits.logits_gemm(x, weight, of_chunk, sample, p, with_argmax)
         # 3. The merge begins; over several ranks it ends after the next chunk's GEMM.
@@ -143,16 +136,12 @@ def forward(
     return results.whole(saved, gradients, targets)
 
 
-def _start_sample(context: Context, weight: Tensor) -> tuple[Tensor | None, Work]:
-    """Some rows ``[S, H]`` of the whole weight, the same on every rank, where the logits backend wants them.
-
-    Collectives: starts one all-gather of them (R > 1).
-    """
-    comm = context.spec.comm
+def _start_sample(context: Context, weight: Tensor, targets: Targets) -> tuple[Any, Work]:
+    """Collectives: starts those of :meth:`.LogitsBackend.start_sample`."""
+    spec = context.spec
     if not context.chunks:
         return None, DONE
-    rows = context.spec.logits.sample_rows(weight, comm.size, context.spec.form)
-    return (None, DONE) if rows is None else comm.gathered(rows)
+    return spec.logits.start_sample(weight, targets.others, spec.comm, spec.form)
 
 
 def _start_merge(context: Context, stats: RowStatistics) -> Merge:
@@ -166,20 +155,13 @@ def _start_merge(context: Context, stats: RowStatistics) -> Merge:
 
 
 def _finish(context: Context, scored: _Scored, results: _Results, strategy: _Save | _Differentiate) -> None:
-    """The end of step 3, and steps 4 and 5. Collectives: those of :meth:`.Divergence.settle`."""
+    """The end of step 3, and steps 4 and 5. Collectives: those of :meth:`.LogitsBackend.settle`."""
     spec = context.spec
     with phase("merge"):
-        merged = scored.merge.finish()
-        if spec.divergence is None:
-            several, label_logits = scored.targets.several, scored.scores.stats.label_logits
-            if label_logits is not None:
-                merged = merged._replace(label_shifts=label_logits - merged.terms[0])
-            outputs = spec.form.finish(merged, None if several is None else several.shares)
-        else:
-            matrix = scored.logits if spec.gradients_in_forward or spec.stores(scored.chunk) else None
-            merged, outputs = spec.divergence.settle(
-                scored.scores, scored.targets, merged, matrix, spec.comm, any(spec.needs_grad)
-            )
+        matrix = scored.logits if spec.gradients_in_forward or spec.stores(scored.chunk) else None
+        merged, outputs = spec.logits.settle(
+            scored.scores, scored.targets, scored.merge.finish(), matrix, any(spec.needs_grad)
+        )
         results.put(scored.chunk, outputs, scored.scores.stats)
     strategy.after_merge(scored, merged)
 
@@ -214,24 +196,21 @@ class _Results:
             self._whole[name][..., chunk.start : chunk.stop] = of_chunk
 
     def whole(self, saved: Saved, gradients: PrecomputedGrads | None, targets: Targets) -> Forward:
-        """All tokens'. Collectives: those of :meth:`.Divergence.whole`."""
+        """All tokens'. Collectives: those of :meth:`.LogitsBackend.whole`."""
         if not self._context.chunks:
-            self._put_nothing(targets)
+            self._put_nothing(targets.labels)
         outputs, spec = self._whole, self._context.spec
         row_max, argmax = outputs.pop(_ROW_MAX, None), outputs.pop(_ARGMAX, None)
-        if spec.divergence is not None:
-            assert isinstance(targets.soft, Teacher)
-            outputs = spec.divergence.whole(outputs, targets.soft.label_weights, spec.comm)
+        outputs = spec.logits.whole(outputs, targets.others, spec.comm)
         return Forward(outputs, row_max, argmax, saved, gradients)
 
-    def _put_nothing(self, targets: Targets) -> None:
+    def _put_nothing(self, labels: Tensor) -> None:
         """Results for an empty batch."""
         spec = self._context.spec
-        empty = targets.labels.new_empty(spec.comm.num_parts, 0, dtype=torch.float32)
+        empty = labels.new_empty(spec.comm.num_parts, 0, dtype=torch.float32)
         self._whole = {"loss": empty, **{name: empty.to(term.dtype) for name, term in spec.form.beside}}
         for name in spec.form.per_label:
-            assert isinstance(targets.soft, LabelSet)
-            self._whole[name] = empty.expand(len(targets.soft.columns), -1, -1)
+            self._whole[name] = empty.expand(spec.form.num_labels, -1, -1)
         if spec.with_argmax:
             self._whole |= {_ROW_MAX: empty, _ARGMAX: empty.to(torch.int64)}
 
@@ -293,12 +272,7 @@ class _Differentiate:
         assert targets.token_weights is not None
         spec = context.spec
         self._context, self._hidden_states = context, hidden_states
-        bound: Tensor | float | None = None
-        if spec.divergence is not None:
-            assert isinstance(targets.soft, Teacher)
-            bound = spec.divergence.bound_ahead(targets.soft.label_weights)
-        elif isinstance(targets.soft, LabelSet) and targets.soft.shares is not None:
-            bound = targets.soft.shares.sum(0).clamp(min=1.0)  # no gradient of a teacher's labels is larger
+        bound = spec.logits.bound_ahead(targets.others)
         weights = scale_token_weights(targets.token_weights, spec.logit_scale, weight.dtype, bound)
         self._token_weights = weights
         upstream, inv_temperature = Upstream(weights), targets.inv_temperature

@@ -221,20 +221,5 @@ def merge_shards(shards: Tensor) -> Merged:
     return Merged(loss, terms, shards[:, ROW_SHIFT].amax(0))
 
 
-class SeveralLabels(NamedTuple):
-    """K classes of each token: ``[b, s, K]`` or ``[T, K]``."""
-
-    ids: Tensor  # int64 or int32, global ids; -1 for an empty entry
-    #: float, of a teacher, whose likeliest classes they are; None for labels
-    log_probs: Tensor | None = None
-
-
-class LabelSet(NamedTuple):
-    """The same in the order of the hidden states, ``[K, parts, n]``, or of a chunk, ``[K, C]``."""
-
-    columns: Tensor  # int32, of this shard; :data:`NO_COLUMN` for others, :data:`EMPTY`
-    shares: Tensor | None  # fp32, of a teacher: its probabilities
-
-
-#: In place of a column: an empty entry, and an id of another shard or of none.
+#: In place of a column: an empty entry among several labels, and an id of another shard or of none.
 EMPTY, NO_COLUMN = -1, -2

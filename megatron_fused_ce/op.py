@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import lru_cache
 from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
@@ -17,10 +15,11 @@ from megatron_fused_ce.call import DEFAULT_CONFIG, Call, Context, spec_of
 from megatron_fused_ce.chunking import first_tokens
 from megatron_fused_ce.config import FusedCEConfig, takes_config
 from megatron_fused_ce.distillation import Distillation
-from megatron_fused_ce.loss import EMPTY, SeveralLabels, TokenOutputs
+from megatron_fused_ce.loss import TokenOutputs
 from megatron_fused_ce.losses import Term
 from megatron_fused_ce.losses.outputs import OUTPUTS, differentiable_of
 from megatron_fused_ce.parallel import VocabParallel
+from megatron_fused_ce.several_labels import SeveralLabels, has_several_labels, with_several_labels
 from megatron_fused_ce.targets import Targets
 
 P = ParamSpec("P")
@@ -282,11 +281,10 @@ def _wrong_terms(terms: object, config: object) -> TypeError | ValueError | None
     if not first.gives or first.per_label:
         why = "is one number for each of several labels" if first.gives else "has no gradient"
         return ValueError(f"the first output is the loss, and {first} {why}: put it behind another")
-    options = [name for name in ("z_loss", "label_smoothing") if getattr(config, name, 0)]
-    if options:
+    if options := getattr(config, "loss_terms", ""):
         return ValueError(
-            f"config has {' and '.join(options)}, which are terms here: add losses.ZLoss(weight), or "
-            "(1 - share) * losses.CrossEntropy() + share * losses.Uniform()"
+            f"config has {options.replace(', ', ' and ')}, which are terms here: add losses.ZLoss(weight), "
+            "or (1 - share) * losses.CrossEntropy() + share * losses.Uniform()"
         )
     return None
 
@@ -418,7 +416,7 @@ def fused_linear_distillation(
             vocab_start=vocab_start,
             config=DEFAULT_CONFIG if config is None else config,
             outputs=("divergence", *of_labels, *(("entropy",) if entropy else ())),
-            distillation=Distillation(
+            other_targets=Distillation(
                 teacher_hidden,
                 teacher_weight,
                 label_weights,
@@ -529,32 +527,11 @@ def fused_linear_topk_distillation(
             token_weights=token_weights,
             vocab_start=vocab_start,
             config=DEFAULT_CONFIG if config is None else config,
-            several=SeveralLabels(teacher_ids, teacher_log_probs),
+            other_targets=SeveralLabels(teacher_ids, teacher_log_probs),
             caller_error=wrong,
         )
     )
     return head.loss
-
-
-def has_several_labels(hidden: object, labels: object) -> bool:
-    return isinstance(hidden, Tensor) and isinstance(labels, Tensor) and labels.dim() == hidden.dim()
-
-
-def with_several_labels(call: Call) -> Call:
-    """``call``, whose labels are ``[b, s, K]`` or ``[T, K]``; logits in fp32 unless the user wants them
-    rounded."""
-    ids = call.labels
-    return call._replace(
-        labels=ids.new_full(ids.shape[:-1], EMPTY),
-        several=SeveralLabels(ids),
-        config=_in_fp32(call.config),
-    )
-
-
-@lru_cache(maxsize=64)
-def _in_fp32(config: FusedCEConfig) -> FusedCEConfig:
-    is_named = not isinstance(config, FusedCEConfig) or config.logit_precision != "auto"
-    return config if is_named else replace(config, logit_precision="fp32")
 
 
 @uncompiled

@@ -51,6 +51,17 @@ class _Done:
 DONE: Work = _Done()
 
 
+class BothWorks(NamedTuple):
+    """Two collectives to be waited for."""
+
+    first: Work
+    second: Work
+
+    def wait(self) -> None:
+        self.first.wait()
+        self.second.wait()
+
+
 class Merge(Protocol):
     """The running merge of one chunk's statistics over the group."""
 

@@ -16,11 +16,10 @@ from megatron_fused_ce.loss import TokenLogProbs
 from megatron_fused_ce.op import (
     DistillationOutputs,
     fused_linear_distillation,
-    has_several_labels,
     linear_cross_entropy,
-    with_several_labels,
 )
 from megatron_fused_ce.sampling_mask import masked_log_probs
+from megatron_fused_ce.several_labels import has_several_labels, with_several_labels
 
 ENTROPY_CHOICES = ("none", "detached", "differentiable")
 

@@ -29,6 +29,7 @@ from megatron_fused_ce.kernels.records import (
 from megatron_fused_ce.logits import rows_torch
 from megatron_fused_ce.logits.gemm_rows import write_logits
 from megatron_fused_ce.loss import TokenLogProbs, TokenTerms, Upstream
+from megatron_fused_ce.losses import Rows
 from megatron_fused_ce.losses.form import LossForm
 from megatron_fused_ce.op import linear_cross_entropy, uncompiled
 from megatron_fused_ce.parallel import VocabParallel, check_true_vocab_size
@@ -219,7 +220,7 @@ class MaskedLogProbs(torch.autograd.Function):
                     of_all[block.tokens] = of_block
             del buffer
             merged = call.comm.start_merge(RowStatistics(shard, extra=extra), loss).finish()
-            made = form.finish(merged)
+            made = form.finish(Rows(merged))
         known = merged.terms[3] != NOT_HERE
         ctx.call = call
         ctx.save_for_backward(hidden, weight, products, form.saved(merged), known)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from megatron_fused_ce.config import FusedCEConfig
-from megatron_fused_ce.loss import SeveralLabels
 from megatron_fused_ce.losses import Term
 from megatron_fused_ce.losses.outputs import OUTPUTS
 
@@ -135,8 +134,6 @@ def _wrong_shapes(
 
 #: The ranks exchange ids as fp32, which is exact up to 2**24.
 LARGEST_ID = 2**24
-#: Labels of a token, at most: their places are written as int16.
-MOST_LABELS = 2**15
 
 
 def check_requested(
@@ -145,22 +142,16 @@ def check_requested(
     tp_size: int,
     outputs: tuple[str, ...],
     terms: Mapping[str, Term],
-    labels: Tensor,
-    several: SeveralLabels | None,
-    masked: bool,
-    with_teacher: bool = False,
+    made_elsewhere: tuple[str, ...] = (),
 ) -> None:
-    """Check the requested outputs of a call, and several labels a token; ``masked``: with token weights.
+    """Check the requested outputs of a call; ``made_elsewhere``: :attr:`.call.OtherTargets.outputs`.
 
     Raises:
-        TypeError: a teacher's labels have a wrong dtype.
-        ValueError: an unknown or impossible output, or several labels of a wrong shape.
+        ValueError: an unknown or impossible output.
     """
-    if config.label_smoothing and weight.shape[0] == 1 and tp_size == 1:
-        raise ValueError("label_smoothing needs two classes or more, and weight has one row")
     known = {**OUTPUTS, **terms}
-    for name in () if with_teacher else outputs:
-        if name not in known:
+    for name in outputs:
+        if name not in known and name not in made_elsewhere:
             raise ValueError(f"no such output: {name!r}; choose of {', '.join(OUTPUTS)}")
     if len(set(outputs)) < len(outputs):
         raise ValueError(f"outputs are {outputs}; name each once")
@@ -170,50 +161,14 @@ def check_requested(
             f"predicted ids are exact below {LARGEST_ID}; {weight.shape[0]} rows on each of {tp_size} "
             "ranks are more"
         )
-    if several is None:
-        return
-    ids, log_probs = several
-    if not 1 <= ids.shape[-1] <= MOST_LABELS:
-        raise ValueError(f"labels are {tuple(ids.shape)}; expected [.., K] with K of 1 to {MOST_LABELS}")
-    if config.skip_masked and not masked:
-        raise ValueError("skip_masked leaves out tokens by labels; several labels a token have no such label")
-    if log_probs is None:
-        if config.ignore_index is not None:
-            raise ValueError("ignore_index is for one label a token; here -1 is an empty entry: leave it out")
-        return
-    if ids.dtype not in (torch.int64, torch.int32) or not log_probs.is_floating_point():
-        raise TypeError(
-            f"teacher_ids have dtype {ids.dtype} and teacher_log_probs {log_probs.dtype}; expected int64 "
-            "(or int32) token ids and floats"
-        )
-    if ids.shape != log_probs.shape or ids.dim() != labels.dim() + 1:
-        raise ValueError(
-            f"teacher_ids are {tuple(ids.shape)} and teacher_log_probs {tuple(log_probs.shape)}; expected "
-            "both [b, s, k] for hidden [s, b, H], or [T, k], with k of 1 or more"
-        )
-    if not ids.device == log_probs.device == weight.device:
-        raise ValueError(
-            f"weight on {weight.device}, teacher_ids on {ids.device}, teacher_log_probs on "
-            f"{log_probs.device}; expected all on one device"
-        )
-    if config.label_smoothing or config.ignore_index is not None:
-        raise ValueError(
-            "label_smoothing and ignore_index belong to labels; with a teacher smooth its probabilities, and "
-            "give ignored tokens the id -1 throughout"
-        )
 
 
-def check_temperature(
-    temperature: float | Tensor,
-    labels: Tensor,
-    teacher: object | None,
-) -> None:
+def check_temperature(temperature: float | Tensor, labels: Tensor) -> None:
     """Check a number, or a tensor's dtype and shape; the op checks a tensor's values.
 
     Raises:
         TypeError: neither a number nor a tensor of floats.
-        ValueError: a number that is not above 0 and finite, a tensor of a wrong shape or device, or one
-            beside a teacher's targets.
+        ValueError: a number that is not above 0 and finite, a tensor of a wrong shape or device.
     """
     if isinstance(temperature, bool) or not isinstance(temperature, (int, float, Tensor)):
         raise TypeError(
@@ -230,5 +185,3 @@ def check_temperature(
             f"temperature is {tuple(temperature.shape)} on {temperature.device}; expected a number, or one a "
             f"token in the labels' shape {tuple(labels.shape)} on {labels.device}"
         )
-    if teacher is not None:
-        raise ValueError("a teacher takes one temperature for all tokens, a number")

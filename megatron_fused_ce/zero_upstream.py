@@ -29,7 +29,6 @@ from megatron_fused_ce.host_copy import HostCopy
 from megatron_fused_ce.loss import Upstream
 from megatron_fused_ce.masked_tokens import Kept, num_kept
 from megatron_fused_ce.parallel import largest_over_ranks
-from megatron_fused_ce.targets import soft_of_kept
 
 
 def backward_of_nonzero(
@@ -70,7 +69,7 @@ def backward_of_nonzero(
     joined, of_nonzero = _cut(context, saved, of_chunks)
     per_token = saved.inv_temperature
     saved = of_nonzero._replace(
-        soft=soft_of_kept(saved.soft, kept, comm.part),
+        others=None if saved.others is None else saved.others.kept(kept, comm.part),
         inv_temperature=None if per_token is None else kept.of_tokens(per_token),
     )
     grad_hidden, grad_weight = backward(

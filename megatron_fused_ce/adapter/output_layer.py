@@ -302,7 +302,7 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
                 no_labels,
                 token_weights,
                 config=self._config_of_call(request.config, token_weights),
-                distillation=request.teacher,
+                other_targets=request.teacher,
                 temperature=request.temperature,
                 head=_head_of(self, "distillation by "),
             )

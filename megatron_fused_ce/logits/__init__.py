@@ -8,7 +8,8 @@
     the logits (``recompute``: nothing in the forward, ``grad_logits`` in the backward). Where gradients are
     no multiple of ``E`` it writes logits, and row kernels make the gradients. bf16 on Hopper and newer.
 
-For a student beside its teacher :mod:`.divergence` takes one of them for both sides.
+Over one of them stand :mod:`.label_set`, for several labels a token, and :mod:`.divergence`, for a student
+beside its teacher.
 
 All give ``grad_logits`` as a matrix ``[C, V]`` in the hidden states' dtype and a scale of its rows
 (:class:`LogitsGrad`), for any upstream gradient per token. :mod:`.choose` has the choice and its reasons.
@@ -16,17 +17,39 @@ All give ``grad_logits`` as a matrix ``[C, V]`` in the hidden states' dtype and 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from megatron_fused_ce.distillation import Teacher
+from megatron_fused_ce.chunking import Chunk
 from megatron_fused_ce.kernels.records import Merged, RowStatistics, TileStatistics
-from megatron_fused_ce.loss import LabelSet, TokenTerms, Upstream
+from megatron_fused_ce.loss import TokenTerms, Upstream
+from megatron_fused_ce.losses import Rows
 from megatron_fused_ce.losses.form import PLAIN, LossForm
+from megatron_fused_ce.masked_tokens import Kept
 from megatron_fused_ce.parallel import DONE, VocabParallel, Work
+
+
+class OrderedTargets(Protocol):
+    """:class:`.call.OtherTargets` in the order of the hidden states, of all tokens or of a chunk.
+
+    A named tuple of tensors, which autograd saves. The backend that it belongs to reads it.
+    """
+
+    def kept(self, kept: Kept, part: int) -> OrderedTargets:
+        """Those of the tokens to work on."""
+
+    def of_chunk(self, chunk: Chunk, split: Callable[[Tensor], Tensor]) -> OrderedTargets:
+        """Those of a chunk. ``split``: :meth:`.call.Context.split` for it."""
+
+    def saved(self, strategy: str) -> OrderedTargets | None:
+        """What a backward reads of them."""
+
+    def masked(self, upstream: Upstream) -> Upstream:
+        """Upstream gradients without those of entries that are empty."""
 
 
 class ChunkTargets(NamedTuple):
@@ -36,28 +59,20 @@ class ChunkTargets(NamedTuple):
     labels_if_read: Tensor | None
     logit_scale: float
     form: LossForm = PLAIN
-    several: LabelSet | None = None  # in the label's place
-    #: whether this shard is the whole vocabulary
-    alone: bool = False
     inv_temperature: Tensor | None = None  # [C] fp32, times the logits after a softcap
-    #: its hidden states of the chunk, [C, H_t] or to be gathered, and its label_weights [C]
-    teacher: Teacher | None = None
-    #: over which those are gathered, [C / R, H_t] of each rank; or over which labels' logits are merged
-    over: VocabParallel | None = None
+    #: beside the label, or in its place
+    others: OrderedTargets | None = None
+    comm: VocabParallel | None = None
 
     @property
     def labels(self) -> Tensor:
         assert self.labels_if_read is not None
         return self.labels_if_read
 
-    def start_teacher(self) -> tuple[Tensor, Work]:
-        """The teacher's hidden states ``[C, H_t]``, to be waited for.
-
-        Collectives: starts one all-gather of them, with sequence parallelism.
-        """
-        assert self.teacher is not None
-        part, over = self.teacher.hidden, self.over
-        return (part, DONE) if over is None else over.gathered(part)
+    @property
+    def alone(self) -> bool:
+        """Whether this shard is the whole vocabulary."""
+        return self.comm is not None and self.comm.size == 1
 
 
 class Scores(NamedTuple):
@@ -67,8 +82,8 @@ class Scores(NamedTuple):
     tiles: TileStatistics | None = None
     #: [C] fp32: the result of :meth:`LogitsBackend.finalize`, if the statistics' launch has done its work
     row_scale: Tensor | None = None
-    #: logits of the student and of its teacher, [C, V] each
-    sides: tuple[Tensor, Tensor] | None = None
+    #: what the backend's :meth:`LogitsBackend.settle` reads beside
+    beside: tuple[Tensor, ...] = ()
 
 
 class LogitsGrad(NamedTuple):
@@ -88,6 +103,8 @@ class LogitsBackend(Protocol):
 
     #: Whether :meth:`logits_gemm` needs a buffer ``[C, V]`` even where nothing is saved.
     needs_logits_buffer: bool
+    #: Whether a chunk's merge ends before the next chunk's GEMM, so that the logits of one chunk live.
+    settles_at_once: bool
 
     @property
     def name(self) -> str:
@@ -115,17 +132,44 @@ class LogitsBackend(Protocol):
         hidden: Tensor,  # [C, H]
         weight: Tensor,  # [V, H]
         targets: ChunkTargets,
-        sample: Tensor | None,  # [S, H]: see sample_rows
+        sample: Any,  # see start_sample
         out: Tensor | None,  # [C, V]
         with_argmax: bool,
     ) -> Scores:
         """``hidden @ weight.T`` into ``out``, as logits or ``E``, and the statistics of its rows."""
 
-    def sample_rows(self, weight: Tensor, num_ranks: int, form: LossForm = PLAIN) -> Tensor | None:
-        """This rank's part ``[S / num_ranks, H]`` of the ``sample``: valid rows of ``weight``.
+    def start_sample(
+        self, weight: Tensor, others: OrderedTargets | None, comm: VocabParallel, form: LossForm
+    ) -> tuple[Any, Work]:
+        """What :meth:`logits_gemm` needs of the whole weight, such as some rows ``[S, H]``, the same on every
+        rank; to be waited for.
 
-        None where :meth:`logits_gemm` needs no sample.
+        Collectives: starts one all-gather of each weight's (R > 1), where there is something.
         """
+
+    def settle(
+        self,
+        scores: Scores,
+        targets: ChunkTargets,
+        merged: Merged,
+        matrix: Tensor | None,  # [C, V]: for the gradient, where it is made now
+        needs_grad: bool,
+    ) -> tuple[Merged, dict[str, Tensor]]:
+        """A chunk after its merge: what later steps read of it, and its outputs ``[C]`` or ``[K, C]``."""
+
+    def whole(
+        self, outputs: dict[str, Tensor], others: OrderedTargets | None, comm: VocabParallel
+    ) -> dict[str, Tensor]:
+        """The outputs of all tokens ``[parts, n]``, or of a single chunk ``[C]``."""
+
+    def bound_of(
+        self, terms: Tensor | None, row_scale: Tensor | None, targets: ChunkTargets
+    ) -> Tensor | None:
+        """What a row's gradient may reach for an upstream gradient of 1, fp32 ``[C]``, for fp16; from saved
+        terms or a saved row scale. None for 1."""
+
+    def bound_ahead(self, others: OrderedTargets | None) -> Tensor | float | None:
+        """The same for ``grad_in_forward``, before there are logits: ``[parts, n]``, or one for all."""
 
     def finalize(
         self, matrix: Tensor, targets: ChunkTargets, scores: Scores, merged: Merged
@@ -162,3 +206,32 @@ class LogitsBackend(Protocol):
 
         ``x``: ``[C, H]``; ``row_scale`` and ``factor``: fp32 ``[C]``, or ``[]`` for one number.
         """
+
+
+class MadeOfTerms:
+    """Methods of a :class:`LogitsBackend` whose outputs are the terms of :class:`.LossForm`, of one label."""
+
+    settles_at_once = False
+
+    def start_sample(
+        self, weight: Tensor, others: OrderedTargets | None, comm: VocabParallel, form: LossForm
+    ) -> tuple[Tensor | None, Work]:
+        return None, DONE
+
+    def settle(
+        self, scores: Scores, targets: ChunkTargets, merged: Merged, matrix: Tensor | None, needs_grad: bool
+    ) -> tuple[Merged, dict[str, Tensor]]:
+        return merged, targets.form.finish(Rows(merged, num_classes=targets.form.num_classes))
+
+    def whole(
+        self, outputs: dict[str, Tensor], others: OrderedTargets | None, comm: VocabParallel
+    ) -> dict[str, Tensor]:
+        return outputs
+
+    def bound_of(
+        self, terms: Tensor | None, row_scale: Tensor | None, targets: ChunkTargets
+    ) -> Tensor | None:
+        return None if terms is None else targets.form.bound_of(targets.form.rows_saved(terms))
+
+    def bound_ahead(self, others: OrderedTargets | None) -> Tensor | float | None:
+        return None

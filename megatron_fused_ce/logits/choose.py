@@ -14,23 +14,23 @@ from megatron_fused_ce.kernels import gemm_variants
 from megatron_fused_ce.logits import LogitsBackend
 from megatron_fused_ce.logits.gemm_rows import gemm_then_rows
 from megatron_fused_ce.losses import Term
-from megatron_fused_ce.losses.form import CROSS_ENTROPY
-from megatron_fused_ce.losses.label import CrossEntropy
+from megatron_fused_ce.losses.label import CROSS_ENTROPY, CrossEntropy
 
 
-class RequestedOutputs(NamedTuple):
-    """Requested outputs that affect the choice of backend."""
+class Requested(NamedTuple):
+    """What affects the choice of backend beside shapes, dtypes and options."""
 
+    loss: Term = CROSS_ENTROPY
+    #: names of outputs beside it
     differentiable: tuple[str, ...] = ()
-    several: bool = False
-    divergence: bool = False
-    #: whether the teacher's logits can be made as the student's are
-    teacher_fits: bool = True
-    #: of the loss, where it is not the config's, and of outputs that are a user's
+    #: of outputs that are a user's, by their names
     terms: tuple[tuple[str, Term], ...] = ()
+    #: see :class:`.call.OtherTargets`, also for the next
+    beyond_scaled_exp: str = ""
+    saves_logits_for: str = ""
 
 
-LOSS_ONLY = RequestedOutputs()
+PLAIN_LOSS = Requested()
 
 #: Compute capability of the GPUs on which ``scaled_exp`` was run and timed: H100 and H200.
 MEASURED = (9, 0)
@@ -43,7 +43,7 @@ def choose(
     config: FusedCEConfig,
     tokens: Tensor,  # [..., H]
     weight: Tensor,  # [V, H]
-    requested: RequestedOutputs = LOSS_ONLY,
+    requested: Requested = PLAIN_LOSS,
     why_not_here: str | None = None,
 ) -> tuple[LogitsBackend, str]:
     """The backend for these tensors, and why not ``scaled_exp`` (empty where it is).
@@ -68,8 +68,8 @@ def choose(
         raise ValueError(
             f"logits_backend='scaled_exp' cannot serve here: {reason}; use 'auto' or 'gemm_rows'"
         )
-    # A teacher may have another dtype.
-    rounds = tokens.dtype != torch.float32 or requested.divergence
+    # Of both dtypes.
+    rounds = tokens.dtype != torch.float32 or bool(requested.saves_logits_for)
     in_fp32 = config.logit_precision == "fp32" and rounds
     return gemm_then_rows(tokens.device, config.row_backend, torch.float32 if in_fp32 else None), reason
 
@@ -78,7 +78,7 @@ def why_not_scaled_exp(
     config: FusedCEConfig,
     tokens: Tensor,
     weight: Tensor,
-    requested: RequestedOutputs = LOSS_ONLY,
+    requested: Requested = PLAIN_LOSS,
     here: str | None = None,
 ) -> str:
     """Why the scaled-exp GEMM cannot run, or an empty string: the one list of reasons.
@@ -149,12 +149,6 @@ def not_measured(capability: tuple[int, int]) -> str:
     )
 
 
-def teacher_fits(tokens: Tensor, logit_scale: float, softcap: float | None) -> bool:
-    """Whether the scaled-exp GEMM can make the logits of a teacher, beside :func:`why_not_here`."""
-    plain = logit_scale > 0 and softcap is None
-    return plain and (not tokens.is_cuda or tokens.dtype == torch.bfloat16)
-
-
 def must_copy(logits: LogitsBackend, hidden: Tensor, weight: Tensor) -> tuple[bool, bool]:
     """Whether ``hidden`` ``[..., H]`` and ``weight`` ``[V, H]`` lie where ``logits`` cannot load them.
 
@@ -179,14 +173,13 @@ def _loads(matrix: Tensor) -> bool:
     return matrix.stride(1) == 1 and row_bytes % 16 == 0 and matrix.data_ptr() % 16 == 0
 
 
-def _beyond_its_epilogue(config: FusedCEConfig, requested: RequestedOutputs) -> str:
-    """Names of options that the scaled-exp epilogue cannot do, comma-separated; or empty."""
-    own = [name for name, term in requested.terms if "delta" in term.gives]
+def _beyond_its_epilogue(config: FusedCEConfig, requested: Requested) -> str:
+    """What the scaled-exp epilogue cannot make, comma-separated; or empty."""
+    terms = dict(requested.terms) | {"loss": requested.loss}
+    own = [_names(term) for term in terms.values() if "delta" in term.gives]
     names = [
-        (requested.several, "several labels a token"),
-        (config.label_smoothing > 0, "label_smoothing"),
+        (bool(requested.beyond_scaled_exp), requested.beyond_scaled_exp),
         (bool(own), f"the delta of {' and '.join(own)}"),
-        (not requested.teacher_fits, "the teacher's logits"),
     ]
     saved_as_logits = _saved_as_logits(config, requested)
     for option in saved_as_logits:
@@ -195,19 +188,22 @@ def _beyond_its_epilogue(config: FusedCEConfig, requested: RequestedOutputs) -> 
     return ", ".join(name for applies, name in names if applies)
 
 
-def _saved_as_logits(config: FusedCEConfig, requested: RequestedOutputs) -> list[str]:
+def _names(term: Term) -> str:
+    return type(term).__name__ if term.parts[0] is term else " + ".join(map(_names, term.parts))
+
+
+def _saved_as_logits(config: FusedCEConfig, requested: Requested) -> list[str]:
     """Names of options whose gradient is no multiple of ``E``, so that logits are saved instead.
 
     Outputs beside the loss have their own upstream gradients, but for the log_prob of a plain loss. None for
     ``recompute``, which saves neither.
     """
-    if requested.divergence:
-        return ["a divergence"]
+    if requested.saves_logits_for:
+        return [requested.saves_logits_for]
     if config.strategy == "recompute":
         return []
-    loss = dict(requested.terms).get("loss", CROSS_ENTROPY)
+    loss = requested.loss
     names = [f"{name} with a gradient" for name in requested.differentiable if name != "log_prob"]
     if "log_prob" in requested.differentiable:
-        beside = "z_loss" if config.z_loss else "" if type(loss) is CrossEntropy else "another loss"
-        names += [f"log_prob with a gradient beside {beside}"] if beside else []
+        names += [] if type(loss) is CrossEntropy else [f"log_prob with a gradient beside {_names(loss)}"]
     return names + ([] if {"at", "alpha"}.issuperset(loss.gives) else ["the eps of loss"])

@@ -16,13 +16,15 @@ up over the ranks once, for all tokens, after the last chunk. No statistic is su
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron_fused_ce.chunking import Chunk
 from megatron_fused_ce.kernels.records import (
     NO_EXTRA,
     NOT_HERE,
@@ -36,6 +38,7 @@ from megatron_fused_ce.logits import (
     ChunkTargets,
     LogitsBackend,
     LogitsGrad,
+    OrderedTargets,
     Scores,
     divergence_torch,
     rows_torch,
@@ -43,9 +46,10 @@ from megatron_fused_ce.logits import (
 from megatron_fused_ce.logits.gemm_rows import gemm_then_rows, write_logits
 from megatron_fused_ce.loss import TokenTerms, Upstream
 from megatron_fused_ce.losses import Rows
-from megatron_fused_ce.losses.form import PLAIN, LossForm
+from megatron_fused_ce.losses.form import LossForm
 from megatron_fused_ce.losses.outputs import OUTPUTS
-from megatron_fused_ce.parallel import VocabParallel
+from megatron_fused_ce.masked_tokens import Kept
+from megatron_fused_ce.parallel import DONE, BothWorks, VocabParallel, Work
 from megatron_fused_ce.phases import phase
 
 #: fp16 gradients are saved times a power of two that brings their bound (:meth:`Divergence._row_scale`) to
@@ -55,6 +59,57 @@ FP16_BITS = 8
 BOUND_AHEAD = 64.0
 #: So many nats below the teacher's largest logit one of -inf is taken to be: exp(-88) is next to nothing.
 FAR = 88.0
+
+
+class Teacher(NamedTuple):
+    """The teacher in the order of the student's tokens."""
+
+    #: [n, H_t]: of this rank's part, gathered chunk by chunk; or [parts, n, H_t]: of all tokens. Of a chunk
+    #: [C / R, H_t] or [C, H_t]
+    hidden: Tensor
+    weight: Tensor  # [V', H_t]
+    label_weights: Tensor | None  # [parts, n] fp32, of a chunk [C]
+
+    def kept(self, kept: Kept, part: int) -> Teacher:
+        hidden, weights = self.hidden, self.label_weights
+        if hidden.dim() == 2:
+            hidden = kept.take(hidden, part)
+        else:
+            hidden = torch.stack([kept.take(of_part, at) for at, of_part in enumerate(hidden)])
+        return self._replace(
+            hidden=hidden, label_weights=None if weights is None else kept.of_tokens(weights)
+        )
+
+    def of_chunk(self, chunk: Chunk, split: Callable[[Tensor], Tensor]) -> Teacher:
+        hidden = self.hidden[..., chunk.start : chunk.stop, :].reshape(-1, self.hidden.shape[-1])
+        weights = None if self.label_weights is None else split(self.label_weights)
+        return self._replace(hidden=hidden, label_weights=weights)
+
+    def saved(self, strategy: str) -> Teacher | None:
+        """None where the gradients of all logits are saved.
+
+        Else with a copy of its hidden states, as of labels: they may lie in a buffer that another rank fills
+        again before the backward, of which autograd does not know.
+        """
+        return None if strategy == "store" else self._replace(hidden=self.hidden.clone())
+
+    def masked(self, upstream: Upstream) -> Upstream:
+        return upstream
+
+
+def _teacher(targets: ChunkTargets) -> Teacher:
+    assert isinstance(targets.others, Teacher)
+    return targets.others
+
+
+def _start_teacher(targets: ChunkTargets) -> tuple[Tensor, Work]:
+    """The teacher's hidden states ``[C, H_t]``, to be waited for.
+
+    Collectives: starts one all-gather of them, where the ranks hold their own parts.
+    """
+    part, comm = _teacher(targets).hidden, targets.comm
+    here = comm is None or len(part) == len(targets.labels)
+    return (part, DONE) if here else comm.gathered(part)  # type: ignore[union-attr]
 
 
 class _Terms(NamedTuple):
@@ -97,6 +152,7 @@ class Divergence:
     saves_e: bool
 
     needs_logits_buffer = True
+    settles_at_once = True
     logits_dtype: torch.dtype | None = None  # of the gradient: the hidden states'
 
     @property
@@ -111,31 +167,37 @@ class Divergence:
     def token_ops(self) -> ModuleType:
         return self.base.token_ops
 
-    def sample_rows(self, weight: Tensor, num_ranks: int, form: LossForm = PLAIN) -> Tensor | None:
-        return self.base.sample_rows(weight, num_ranks, form)
+    def start_sample(
+        self, weight: Tensor, others: OrderedTargets | None, comm: VocabParallel, form: LossForm
+    ) -> tuple[tuple[Any, Any], Work]:
+        """Those of both sides."""
+        assert isinstance(others, Teacher)
+        sample, sent = self.base.start_sample(weight, None, comm, form)
+        of_teacher, sent_beside = self.base.start_sample(others.weight, None, comm, form)
+        return (sample, of_teacher), BothWorks(sent, sent_beside)
 
     def logits_gemm(
         self,
         hidden: Tensor,
         weight: Tensor,
         targets: ChunkTargets,
-        sample: Tensor | None,
+        sample: Any,
         out: Tensor | None,
         with_argmax: bool,
     ) -> Scores:
         """Logits of both sides, and their statistics side by side: ``[4, 2 * C]``, or ``4 * C`` columns with
         labels at another temperature, whose cross-entropies are at temperature 1.
 
-        Collectives: those of :meth:`.ChunkTargets.start_teacher`, under the student's GEMM.
+        Collectives: those of :func:`_start_teacher`, under the student's GEMM.
         """
-        assert targets.teacher is not None and out is not None
-        (teacher_hidden, gathered), teacher = targets.start_teacher(), targets.teacher
-        targets = targets._replace(teacher=None, form=replace(targets.form, with_rest=True))
-        of_teacher = self._of_teacher(targets)
-        sides = [self._side(hidden, weight, targets, sample, self._in_precision(out))]
+        assert out is not None
+        (teacher_hidden, gathered), teacher = _start_teacher(targets), _teacher(targets)
+        targets = targets._replace(others=None, comm=None, form=replace(targets.form, with_rest=True))
+        of_teacher, (of_student, sample_of_teacher) = self._of_teacher(targets), sample
+        sides = [self._side(hidden, weight, targets, of_student, self._in_precision(out))]
         gathered.wait()
         teacher_out = self._teacher_buffer(teacher_hidden, teacher.weight)
-        sides.append(self._side(teacher_hidden, teacher.weight, of_teacher, teacher.sample, teacher_out))
+        sides.append(self._side(teacher_hidden, teacher.weight, of_teacher, sample_of_teacher, teacher_out))
         every = [stats for _, stats in sides]
         if self._labels_apart:
             with phase("statistics"):
@@ -147,7 +209,7 @@ class Divergence:
             of_tops = self._tops(sides, targets)
             extra = ExtraStatistics(*(None if of[0] is None else _filled(of, every) for of in of_tops))
         shard = torch.cat([stats.shard for stats in every], dim=1)
-        return Scores(RowStatistics(shard, extra=extra), sides=(sides[0][0], sides[1][0]))
+        return Scores(RowStatistics(shard, extra=extra), beside=(sides[0][0], sides[1][0]))
 
     def _tops(
         self, sides: list[tuple[Tensor, RowStatistics]], targets: ChunkTargets
@@ -178,7 +240,7 @@ class Divergence:
         return zip(*found, strict=True)
 
     def _side(
-        self, hidden: Tensor, weight: Tensor, targets: ChunkTargets, sample: Tensor | None, out: Tensor
+        self, hidden: Tensor, weight: Tensor, targets: ChunkTargets, sample: Any, out: Tensor
     ) -> tuple[Tensor, RowStatistics]:
         stats = self.base.logits_gemm(hidden, weight, targets, sample, out, False).stats
         if self.with_labels and self.saves_logits:
@@ -226,33 +288,27 @@ class Divergence:
         return self.with_labels and self.temperature != 1
 
     def settle(
-        self,
-        scores: Scores,
-        targets: ChunkTargets,
-        merged: Merged,
-        matrix: Tensor | None,  # [C, V]: for the gradient, where it is made now
-        comm: VocabParallel,
-        needs_grad: bool,
+        self, scores: Scores, targets: ChunkTargets, merged: Merged, matrix: Tensor | None, needs_grad: bool
     ) -> tuple[Merged, dict[str, Tensor]]:
         """A chunk after its exchanges, with the gradient in ``matrix``: its terms (:meth:`_Terms.stacked`) in
         ``merged``, and its outputs, of the divergence this shard's part.
 
         Collectives: one SUM all-reduce ``[C]`` for reverse_kl and jsd, where a gradient is needed.
         """
-        assert scores.sides is not None and targets.teacher is not None
+        assert targets.comm is not None
         num_tokens = len(targets.labels)
         loss, terms = merged.loss.view(-1, num_tokens), merged.terms.view(4, -1, num_tokens)
         label = terms[:, 2 if self._labels_apart else 0] if self.with_labels else None
         of_token = self._terms(merged.extra, terms[0], targets, label)
         sums = None
-        student, teacher = self._sides(scores.sides, targets, of_token)
+        student, teacher = self._sides(scores.beside, targets, of_token)
         with phase("statistics"):
             if matrix is None or self.kind != "forward_kl":
                 sums, mean = self.rows.divergence_sums(
                     student, teacher, self.kind, self.beta, targets.form.valid_columns
                 ).unbind(0)
                 if needs_grad and self.kind != "forward_kl":
-                    mean = comm.sum_over_shards(mean.contiguous())
+                    mean = targets.comm.sum_over_shards(mean.contiguous())
                     of_token = of_token._replace(mean=mean)
             of_token = of_token._replace(row_scale=self._row_scale(student, teacher, of_token, targets))
         if matrix is not None:
@@ -270,13 +326,14 @@ class Divergence:
         return merged._replace(terms=of_token.stacked()), outputs
 
     def whole(
-        self, outputs: dict[str, Tensor], label_weights: Tensor | None, comm: VocabParallel
+        self, outputs: dict[str, Tensor], others: OrderedTargets | None, comm: VocabParallel
     ) -> dict[str, Tensor]:
-        """The outputs of all tokens ``[parts, n]``. Collectives: one SUM all-reduce of them."""
+        """Collectives: one SUM all-reduce of all tokens' divergences."""
+        assert isinstance(others, Teacher)
         divergence = comm.sum_over_shards(outputs["divergence"].contiguous())
         loss = divergence.clone()
-        if label_weights is not None and "log_prob" in outputs:
-            loss = loss - label_weights.view(loss.shape) * outputs["log_prob"].view(loss.shape)
+        if others.label_weights is not None and "log_prob" in outputs:
+            loss = loss - others.label_weights.view(loss.shape) * outputs["log_prob"].view(loss.shape)
         return {**outputs, "loss": loss, "divergence": divergence}
 
     def _terms(
@@ -320,9 +377,7 @@ class Divergence:
             label,
         )
 
-    def _sides(
-        self, logits: tuple[Tensor, Tensor], targets: ChunkTargets, terms: _Terms
-    ) -> tuple[Side, Side]:
+    def _sides(self, logits: tuple[Tensor, ...], targets: ChunkTargets, terms: _Terms) -> tuple[Side, Side]:
         beside = None if self.kind == "forward_kl" else terms.beside
         cap, teacher_cap = targets.form.softcap, self.teacher_softcap
         return (
@@ -347,8 +402,7 @@ class Divergence:
         out: Tensor,
         with_sums: bool,
     ) -> Tensor | None:
-        assert targets.teacher is not None
-        label, weights = None, targets.teacher.label_weights
+        label, weights = None, _teacher(targets).label_weights
         if weights is not None:
             assert terms.label is not None
             at_1 = TokenTerms.of(terms.label)
@@ -380,8 +434,7 @@ class Divergence:
         """
         if self.saves_e:
             return torch.ones_like(terms.top)
-        assert targets.teacher is not None
-        bound, weights = torch.ones_like(terms.top), targets.teacher.label_weights
+        bound, weights = torch.ones_like(terms.top), _teacher(targets).label_weights
         if self.kind == "reverse_kl":
             at_top = _natural(terms.beside, teacher) - _natural(terms.teacher_top, teacher)
             kl = terms.mean - terms.log_ratio - at_top
@@ -392,19 +445,17 @@ class Divergence:
         _, exponent = torch.frexp(bound)
         return torch.ldexp(torch.ones_like(bound), exponent.clamp(max=64) - FP16_BITS)
 
-    @staticmethod
-    def bound_of(saved: Tensor | None, terms: Tensor | None) -> Tensor:
-        """What a row's fp16 gradient may reach for an upstream gradient of 1, ``[C]``: from a saved row
-        scale, or from the saved terms."""
-        if saved is None:
+    def bound_of(self, terms: Tensor | None, row_scale: Tensor | None, targets: ChunkTargets) -> Tensor:
+        if row_scale is None:
             assert terms is not None
-            saved = _Terms.of(terms).row_scale
-        return saved * 2.0**FP16_BITS
+            row_scale = _Terms.of(terms).row_scale
+        return row_scale * 2.0**FP16_BITS
 
-    def bound_ahead(self, label_weights: Tensor | None) -> Tensor | float:
-        """The same for ``grad_in_forward``, before there are logits: ``[parts, n]``, or one for all."""
+    def bound_ahead(self, others: OrderedTargets | None) -> Tensor | float:
+        assert isinstance(others, Teacher)
         bound = BOUND_AHEAD if self.kind == "reverse_kl" else 1.0
-        return bound if label_weights is None else bound + label_weights.abs() * self.temperature
+        weights = others.label_weights
+        return bound if weights is None else bound + weights.abs() * self.temperature
 
     def finalize(self, matrix: Tensor, targets: ChunkTargets, scores: Scores, merged: Merged) -> Tensor:
         """The gradient is there (:meth:`settle`); 1, or the inverse of fp16's factors."""
@@ -436,10 +487,10 @@ class Divergence:
         logits: Tensor,
         out: Tensor,
     ) -> LogitsGrad:
-        """Collectives: those of :meth:`.ChunkTargets.start_teacher`, under the student's GEMM."""
-        assert targets.teacher is not None and terms.all_rows is not None
-        teacher_hidden, gathered = targets.start_teacher()
-        student_out, teacher_weight = self._in_precision(logits), targets.teacher.weight
+        """Collectives: those of :func:`_start_teacher`, under the student's GEMM."""
+        assert terms.all_rows is not None
+        teacher_hidden, gathered = _start_teacher(targets)
+        student_out, teacher_weight = self._in_precision(logits), _teacher(targets).weight
         self._logits_again(hidden, weight, targets, student_out)
         gathered.wait()
         teacher_out = self._teacher_buffer(teacher_hidden, teacher_weight)

@@ -11,14 +11,13 @@ from torch import Tensor
 
 from megatron_fused_ce import loss, versions
 from megatron_fused_ce.kernels.records import Merged, RowStatistics
-from megatron_fused_ce.logits import ChunkTargets, LogitsGrad, Scores, label_set, rows_torch
+from megatron_fused_ce.logits import ChunkTargets, LogitsGrad, MadeOfTerms, Scores, rows_torch
 from megatron_fused_ce.loss import TokenTerms, Upstream
-from megatron_fused_ce.losses.form import PLAIN, LossForm
 from megatron_fused_ce.phases import phase
 
 
 @dataclass(frozen=True)
-class GemmThenRows:
+class GemmThenRows(MadeOfTerms):
     """:class:`.LogitsBackend` by a plain GEMM."""
 
     rows: ModuleType  # kernels.row_kernels or rows_torch
@@ -43,16 +42,18 @@ class GemmThenRows:
         with phase("logits"):
             write_logits(hidden, weight, out)
         with phase("statistics"):
-            label, label_logits = targets.labels, None
-            if targets.several is not None:
-                label, label_logits = label_set.largest(out, targets)
-            stats: RowStatistics = self.rows.row_statistics(
-                out, label, targets.logit_scale, with_argmax, targets.form, targets.inv_temperature
-            )
-            return Scores(stats._replace(label_logits=label_logits))
+            return self.scores(out, targets, with_argmax)
 
-    def sample_rows(self, weight: Tensor, num_ranks: int, form: LossForm = PLAIN) -> None:
-        return None
+    def scores(self, logits: Tensor, targets: ChunkTargets, with_argmax: bool) -> Scores:
+        """Statistics of the rows of ``logits`` ``[C, V]``."""
+        return Scores(self.statistics(logits, targets.labels, targets, with_argmax))
+
+    def statistics(
+        self, logits: Tensor, labels: Tensor, targets: ChunkTargets, with_argmax: bool
+    ) -> RowStatistics:
+        return self.rows.row_statistics(  # type: ignore[no-any-return]
+            logits, labels, targets.logit_scale, with_argmax, targets.form, targets.inv_temperature
+        )
 
     def finalize(self, matrix: Tensor, targets: ChunkTargets, scores: Scores, merged: Merged) -> None:
         return None
@@ -95,9 +96,6 @@ def row_gradients(
 ) -> LogitsGrad:
     """Gradients of the logits by the row kernels."""
     assert out is not None and terms is not None
-    if targets.several is not None:
-        label_set.row_gradients(rows, logits, targets, terms, upstream, out)
-        return LogitsGrad(out)
     rows.row_gradients(
         logits,
         targets.labels,

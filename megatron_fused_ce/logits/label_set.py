@@ -16,34 +16,110 @@ Bytes beside the row kernels': :data:`.planner.CHUNK_LABEL_BYTES` for each label
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_fused_ce.kernels.records import NOT_HERE
-from megatron_fused_ce.logits import ChunkTargets, rows_torch
+from megatron_fused_ce.chunking import Chunk
+from megatron_fused_ce.kernels.records import NOT_HERE, Merged
+from megatron_fused_ce.logits import ChunkTargets, LogitsGrad, OrderedTargets, Scores, rows_torch
+from megatron_fused_ce.logits.gemm_rows import GemmThenRows
 from megatron_fused_ce.loss import EMPTY, NO_COLUMN, TokenTerms, Upstream
+from megatron_fused_ce.losses import Rows
+from megatron_fused_ce.masked_tokens import Kept
 
 #: In place of a label's logit of -inf, which stands for a label that no shard has.
 LOWEST_FINITE = torch.finfo(torch.float32).min
 
 
+class LabelSet(NamedTuple):
+    """K labels of each token, ``[K, parts, n]``, or of a chunk's, ``[K, C]``."""
+
+    columns: Tensor  # int32, of this shard; NO_COLUMN for others, EMPTY
+    shares: Tensor | None  # fp32, of a teacher: its probabilities
+
+    def kept(self, kept: Kept, part: int) -> LabelSet:
+        shares = None if self.shares is None else kept.of_tokens(self.shares)
+        return LabelSet(kept.of_tokens(self.columns), shares)
+
+    def of_chunk(self, chunk: Chunk, split: Callable[[Tensor], Tensor]) -> LabelSet:
+        return LabelSet(split(self.columns), None if self.shares is None else split(self.shares))
+
+    def saved(self, strategy: str) -> LabelSet:
+        return self
+
+    def masked(self, upstream: Upstream) -> Upstream:
+        """Without those of empty entries, whose log-probability is -inf."""
+        empty = self.columns == EMPTY
+        return upstream.map(lambda grad: grad.masked_fill(empty, 0.0) if grad.dim() == 3 else grad)
+
+
+def _of(targets: ChunkTargets) -> LabelSet:
+    assert isinstance(targets.others, LabelSet)
+    return targets.others
+
+
+@dataclass(frozen=True)
+class LabelSetRows(GemmThenRows):
+    """:class:`.LogitsBackend` of several labels a token."""
+
+    def scores(self, logits: Tensor, targets: ChunkTargets, with_argmax: bool) -> Scores:
+        """Collectives: those of :func:`largest`."""
+        label, label_logits = largest(logits, targets)
+        return Scores(self.statistics(logits, label, targets, with_argmax), beside=(label_logits,))
+
+    def settle(
+        self, scores: Scores, targets: ChunkTargets, merged: Merged, matrix: Tensor | None, needs_grad: bool
+    ) -> tuple[Merged, dict[str, Tensor]]:
+        (label_logits,) = scores.beside
+        merged = merged._replace(label_shifts=label_logits - merged.terms[0])
+        form = targets.form
+        return merged, form.finish(Rows(merged, None, form.num_classes, _of(targets).shares))
+
+    def grad_from_saved(
+        self,
+        matrix: Tensor,
+        row_scale: Tensor | None,
+        targets: ChunkTargets,
+        terms: TokenTerms | None,
+        upstream: Upstream,
+        out: Tensor | None,
+    ) -> LogitsGrad:
+        assert terms is not None and out is not None
+        row_gradients(self.rows, matrix, targets, terms, upstream, out)
+        return LogitsGrad(out)
+
+    def bound_of(
+        self, terms: Tensor | None, row_scale: Tensor | None, targets: ChunkTargets
+    ) -> Tensor | None:
+        assert terms is not None
+        return targets.form.bound_of(targets.form.rows_saved(terms, _of(targets).shares))
+
+    def bound_ahead(self, others: OrderedTargets | None) -> Tensor | None:
+        """The sum of a teacher's shares: no gradient of its labels is larger."""
+        assert isinstance(others, LabelSet)
+        return None if others.shares is None else others.shares.sum(0).clamp(min=1.0)
+
+
 def largest(logits: Tensor, targets: ChunkTargets) -> tuple[Tensor, Tensor]:
     """The column of each token's label with the largest logit, :data:`.NO_COLUMN` or :data:`.EMPTY` where
-    another shard has it or none; and :attr:`.RowStatistics.label_logits`.
+    another shard has it or none; and the labels' logits over all shards, fp32 ``[K, C]``: NOT_HERE of one
+    that no shard has, -inf of an empty entry.
 
     Collectives: a MAX all-reduce of those (R > 1).
     """
-    assert targets.several is not None
-    columns = targets.several.columns.t().contiguous().long()  # [C, K]: a row's entries lie near each other
+    columns = _of(targets).columns.t().contiguous().long()  # [C, K]: a row's entries lie near each other
     products = logits.gather(1, columns.clamp(min=0))
     s = rows_torch.scaled_logits(products, targets.logit_scale, targets.form.softcap)
     if targets.inv_temperature is not None:
         s.mul_(targets.inv_temperature.unsqueeze(1))
     s = torch.where(columns >= 0, s.clamp_(min=LOWEST_FINITE), -torch.inf)
-    if targets.over is not None:
-        targets.over.take_largest_(s)
+    if targets.comm is not None:
+        targets.comm.take_largest_(s)
     best = columns.gather(1, s.argmax(1, keepdim=True)).squeeze(1)
     empty = (columns == EMPTY) | (s == LOWEST_FINITE)
     return best, torch.where(empty, -torch.inf, s.masked_fill_(s == -torch.inf, NOT_HERE)).t()
@@ -58,9 +134,9 @@ def row_gradients(
     out: Tensor,  # [C, V]; may be ``logits``
 ) -> None:
     """Write the gradients of the logits into ``out``."""
-    assert targets.several is not None
-    form, given = targets.form, targets.several.columns.t().contiguous()  # [C, K]
-    of_rows, pull, factor = form.pull(terms, upstream, targets.several.shares)
+    form, given = targets.form, _of(targets).columns.t().contiguous()  # [C, K]
+    of_rows = Rows(None, terms, form.num_classes, _of(targets).shares)
+    pull, factor = form.pull(of_rows, upstream)
     at = torch.where(given == EMPTY, 0.0, pull.of_labels(of_rows).t())
     columns, place = _stand_ins(given)
     products = logits.gather(1, columns)

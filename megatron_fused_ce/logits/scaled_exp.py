@@ -18,15 +18,16 @@ from megatron_fused_ce.kernels.records import (
     TileStatistics,
 )
 from megatron_fused_ce.kernels.sizes import SAMPLED_ROWS
-from megatron_fused_ce.logits import ChunkTargets, LogitsGrad, Scores
+from megatron_fused_ce.logits import ChunkTargets, LogitsGrad, MadeOfTerms, OrderedTargets, Scores
 from megatron_fused_ce.logits.gemm_rows import row_gradients
 from megatron_fused_ce.loss import TokenTerms, Upstream
-from megatron_fused_ce.losses.form import PLAIN, LossForm
+from megatron_fused_ce.losses.form import LossForm
+from megatron_fused_ce.parallel import VocabParallel, Work
 from megatron_fused_ce.phases import phase
 
 
 @dataclass(frozen=True)
-class ScaledExp:
+class ScaledExp(MadeOfTerms):
     """:class:`.LogitsBackend` by the scaled-exp GEMM.
 
     ``saves_logits``: where gradients are no multiple of ``E`` it writes logits, from whose rounded values its
@@ -55,8 +56,8 @@ class ScaledExp:
         with_argmax: bool,
     ) -> Scores:
         assert sample is not None
-        _, logit_scale, form, _, alone, inv_temperature, *_ = targets
-        labels = targets.labels
+        _, logit_scale, form, inv_temperature, *_ = targets
+        labels, alone = targets.labels, targets.alone
         num_columns = weight.shape[0]
         with phase("logits"):
             prologue = scaled_exp_rows.row_prologue(
@@ -87,15 +88,18 @@ class ScaledExp:
         return Scores(stats, tiles, row_scale)
 
     def write_logits(self, hidden: Tensor, weight: Tensor, targets: ChunkTargets, out: Tensor) -> None:
-        """Logits as :meth:`logits_gemm` saves them for a teacher, to the bit, without statistics."""
+        """Logits as :meth:`logits_gemm` saves them, to the bit, without statistics."""
         nowhere = torch.full(hidden.shape[:1], -1, dtype=torch.int64, device=hidden.device)
         no_shift = torch.zeros_like(nowhere, dtype=torch.float32)
         table = scaled_exp_rows.tile_table(nowhere, weight.shape[0])
         form, scale = targets.form, targets.logit_scale
         self.gemm.scaled_exp_gemm(hidden, weight, nowhere, no_shift, table, scale, out, False, form, True)
 
-    def sample_rows(self, weight: Tensor, num_ranks: int, form: LossForm = PLAIN) -> Tensor:
-        return scaled_exp_rows.sample_rows(weight, -(-SAMPLED_ROWS // num_ranks), form)
+    def start_sample(
+        self, weight: Tensor, others: OrderedTargets | None, comm: VocabParallel, form: LossForm
+    ) -> tuple[Tensor, Work]:
+        """Valid rows ``[S, H]`` of the whole weight, as many of each rank."""
+        return comm.gathered(scaled_exp_rows.sample_rows(weight, -(-SAMPLED_ROWS // comm.size), form))
 
     def finalize(
         self, matrix: Tensor, targets: ChunkTargets, scores: Scores, merged: Merged

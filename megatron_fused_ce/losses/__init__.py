@@ -260,6 +260,9 @@ class Term:
     #: Those beyond ``at`` and ``alpha`` of the loss itself, and any of an output beside it, cost a pass over
     #: the logits.
     gives: tuple[str, ...] = ("at", "alpha", "eps", "delta")
+    #: No entry of its row gradient is larger than so many times the upstream gradient; None: not known before
+    #: the logits are, so that ``grad_in_forward`` does not serve in fp16.
+    bound: float | None = None
     #: Whether it is 0, without a gradient, for a token labelled ``config.ignore_index``.
     of_label: bool = True
     #: Whether its value is ``[K, C]``, one for each of several labels; then not the first output.
@@ -393,6 +396,10 @@ def _take_over(made: Term, terms: tuple[Term, ...]) -> None:
         object.__setattr__(made, "keeps" if name == "kept" else name, tuple(of_all))
     if len({term.per_label for term in terms}) > 1:
         raise TypeError("a sum of a number for each token and one for each label: sum the labels' in a term")
+    bounds = [term.bound for term in terms]
+    factor = abs(made.factor) if isinstance(made, Scaled) else 1.0
+    known = [factor * bound for bound in bounds if bound is not None]
+    object.__setattr__(made, "bound", sum(known) if len(known) == len(bounds) else None)
     object.__setattr__(made, "per_label", terms[0].per_label)
     object.__setattr__(made, "of_label", any(term.of_label for term in terms))
 

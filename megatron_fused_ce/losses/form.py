@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,24 +14,18 @@ from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.kernels.records import GradCoefficients, Merged, RowOptions
 from megatron_fused_ce.loss import TokenTerms, Upstream
 from megatron_fused_ce.losses import Pull, Rows, Term
-from megatron_fused_ce.losses.label import CrossEntropy, SoftTargets, Uniform, ZLoss
+from megatron_fused_ce.losses.label import CROSS_ENTROPY, CrossEntropy
 from megatron_fused_ce.losses.outputs import OUTPUTS, LogProb, LogProbs
 
-CROSS_ENTROPY = CrossEntropy()
-#: Of a divergence, whose backend makes the outputs itself.
-MADE_ELSEWHERE = Term()
+
+class MadeElsewhere(Term):
+    """A loss or an output that the logits backend makes itself, as it does the bounds of fp16."""
+
+    gives = ("at",)
+    bound = 1.0
 
 
-def loss_of(config: FusedCEConfig, soft: bool, num_classes: int | None) -> Term:
-    """The loss that ``config`` describes; ``num_classes`` of the whole vocabulary, for label smoothing."""
-    loss: Term = SoftTargets() if soft else CROSS_ENTROPY
-    if config.label_smoothing:
-        assert num_classes is not None
-        sigma = config.label_smoothing
-        if config.label_smoothing_form == "megatron":
-            sigma *= num_classes / (num_classes - 1)
-        loss = (1 - sigma) * loss + sigma * Uniform()
-    return loss + ZLoss(config.z_loss) if config.z_loss else loss
+MADE_ELSEWHERE = MadeElsewhere()
 
 
 @dataclass(frozen=True)
@@ -42,10 +37,12 @@ class LossForm(RowOptions):
     beside: tuple[tuple[str, Term], ...] = ()
     #: the requested outputs that may get upstream gradients
     differentiable: tuple[str, ...] = ()
+    #: those that are the loss, so that their upstream gradient is its
+    equal_to_loss: tuple[str, ...] = ()
     #: classes of the whole vocabulary; 0 where no term asks
     num_classes: int = 0
-    #: whether a token has several labels
-    several: bool = False
+    #: K, of several labels a token; 0 for one
+    num_labels: int = 0
     #: whether terms are a user's, whose values may be the statistics themselves
     copies: bool = False
 
@@ -57,7 +54,7 @@ class LossForm(RowOptions):
     @property
     def is_plain(self) -> bool:
         """Whether the loss is ``-log_prob`` of each label, so that one upstream gradient serves both."""
-        return type(self.loss) is CrossEntropy and not self.several
+        return type(self.loss) is CrossEntropy and not self.num_labels
 
     @cached_property
     def needs(self) -> frozenset[str]:
@@ -85,7 +82,7 @@ class LossForm(RowOptions):
         outputs: Sequence[str] = (),
         terms: Mapping[str, Term] | None = None,
         zero_unknown: bool = False,
-        several: bool = False,
+        num_labels: int = 0,
         **more: object,
     ) -> LossForm:
         """With these outputs beside ``loss``; ``more``: other fields.
@@ -93,20 +90,16 @@ class LossForm(RowOptions):
         Args:
             terms: those of outputs that are not among :data:`.OUTPUTS`.
             zero_unknown: ``log_prob`` is 0 for a label outside the vocabulary; its gradient is the same.
-            several: labels a token; ``log_prob`` is then that of each.
+            num_labels: several labels a token; ``log_prob`` is then that of each.
         """
         known = {**OUTPUTS, **(terms or {})}
         beside = {name: known.get(name, MADE_ELSEWHERE) for name in outputs}
         if beside.get("log_prob") is OUTPUTS["log_prob"]:
-            beside["log_prob"] = (LogProbs if several else LogProb)(zero_unknown)
-        more |= {"loss": loss, "beside": tuple(beside.items()), "several": several, "copies": bool(terms)}
-        form = LossForm(**more)  # type: ignore[arg-type]
-        return replace(
-            form,
-            with_logit_sum="logit_sum" in form.needs,
-            with_weighted="weighted" in form.needs,
-            with_squares="squares" in form.needs,
-        )
+            beside["log_prob"] = (LogProbs if num_labels else LogProb)(zero_unknown)
+        more |= {"loss": loss, "beside": tuple(beside.items()), "num_labels": num_labels}
+        form = LossForm(copies=bool(terms), **more)  # type: ignore[arg-type]
+        options: dict[str, Any] = {f"with_{name}": True for name in form.needs if name != "best"}
+        return replace(form, **options)
 
     @staticmethod
     def of_shard(
@@ -140,9 +133,8 @@ class LossForm(RowOptions):
             return self
         return replace(self, valid_columns=(self.valid_columns - start).clamp_(min=0))
 
-    def finish(self, merged: Merged, shares: Tensor | None = None) -> dict[str, Tensor]:
-        """The loss in this form and the requested outputs, ``[C]``. ``shares``: of :class:`.LabelSet`."""
-        rows = Rows(merged, None, self.num_classes, shares)
+    def finish(self, rows: Rows) -> dict[str, Tensor]:
+        """The loss in this form and the requested outputs, ``[C]`` or ``[K, C]``, of a forward's rows."""
         made = {"loss": self.loss.value(rows)}
         for name, term in self.beside:
             made[name] = term.value(rows)
@@ -150,30 +142,32 @@ class LossForm(RowOptions):
 
     def saved(self, merged: Merged) -> Tensor:
         """What a backward reads of them: the :class:`.TokenTerms`, fp32 ``[4, C]`` or more rows."""
-        if not self.kept and not self.several:
+        if not self.kept and not self.num_labels:
             return merged.terms
         extra = [getattr(merged.extra, name).unsqueeze(0) for name in self.kept]
         of_several = () if merged.label_shifts is None else (merged.label_shifts,)
         return torch.cat((merged.terms, *extra, *of_several))
 
-    def pull(
-        self, terms: TokenTerms, upstream: Upstream, shares: Tensor | None = None
-    ) -> tuple[Rows, Pull, Tensor]:
+    def rows_saved(self, saved: Tensor, shares: Tensor | None = None) -> Rows:
+        """The rows of a backward, from what :meth:`saved` gave."""
+        return Rows(None, TokenTerms.of(saved, self.kept), self.num_classes, shares)
+
+    def pull(self, rows: Rows, upstream: Upstream) -> tuple[Pull, Tensor]:
         """The sum of all terms' pulls, and a factor ``[C]`` of it. ``upstream``: of a chunk, times the factor
         of all gradients (the logit scale)."""
-        rows = Rows(None, terms, self.num_classes, shares)
         if not upstream.beside:
-            return rows, self.loss.pull(rows, 1.0), upstream.loss
+            return self.loss.pull(rows, 1.0), upstream.loss
         pull, terms_beside = Pull(), dict(self.beside)
         if upstream.of_loss:
             pull = self.loss.pull(rows, upstream.loss)
         for name, given in upstream.beside:
             pull = pull + terms_beside[name].pull(rows, given)
-        return rows, pull, torch.ones_like(upstream.loss)
+        return pull, torch.ones_like(upstream.loss)
 
     def grad_coefficients(self, terms: TokenTerms, upstream: Upstream) -> GradCoefficients:
         """Coefficients of the gradient of the logits, fp32 ``[C]``; of :meth:`pull`."""
-        rows, pull, factor = self.pull(terms, upstream)
+        rows = Rows(None, terms, self.num_classes)
+        pull, factor = self.pull(rows, upstream)
         return pull.coefficients(rows, factor)
 
     def own_coefficients(self, merged: Merged) -> Tensor:
@@ -202,13 +196,8 @@ class LossForm(RowOptions):
         """Whether no gradient exceeds its upstream gradient."""
         return not self._unbounded
 
-    def bound_of(self, saved: Tensor, shares: Tensor | None = None) -> Tensor:
-        """By how much gradients of a chunk may exceed their upstream gradients, fp32 ``[C]``.
-
-        Args:
-            saved: what :meth:`saved` gave.
-        """
-        rows = Rows(None, TokenTerms.of(saved, self.kept), self.num_classes, shares)
+    def bound_of(self, rows: Rows) -> Tensor:
+        """By how much gradients of a chunk may exceed their upstream gradients, fp32 ``[C]``."""
         largest = torch.ones_like(rows.terms.row_max)
         for term in self._unbounded:
             largest = largest.maximum(term.pull(rows, 1.0).bound * torch.ones_like(largest))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.losses import Coefficient, Pull, Rows, Term, times
 
 
@@ -15,6 +17,7 @@ class CrossEntropy(Term):
     """``-log p_y``; of a label outside the vocabulary ``lse - m``, as Megatron's unfused loss gives."""
 
     gives = ("at",)
+    bound = 1.0
 
     def value(self, rows: Rows) -> Tensor:
         return rows.loss
@@ -44,6 +47,7 @@ class Uniform(Term):
     needs = ("logit_sum",)
     keeps = ()
     gives = ("alpha", "delta")
+    bound = 1.0
 
     def value(self, rows: Rows) -> Tensor:
         assert rows.extra.logit_sum is not None
@@ -58,6 +62,7 @@ class SoftTargets(Term):
     """``-sum q_k log p_k`` over a teacher's labels, of those in the vocabulary."""
 
     gives = ("at_labels",)
+    bound = 1.0  # times the sum of q: LabelSetRows.bound_ahead
 
     def value(self, rows: Rows) -> Tensor:
         shares = _known_shares(rows)
@@ -70,3 +75,40 @@ class SoftTargets(Term):
 def _known_shares(rows: Rows) -> Tensor:
     assert rows.shares is not None
     return rows.shares.masked_fill(~rows.known_labels, 0.0)
+
+
+CROSS_ENTROPY = CrossEntropy()
+
+
+@dataclass(frozen=True)
+class LabelSmoothing(Term):
+    """Cross-entropy with a share of all classes alike; ``of_others``: of those that are not the label, as
+    Megatron has it."""
+
+    share: float
+    of_others: bool
+    needs = ("logit_sum",)
+    keeps = ()
+    gives = ("at", "alpha", "delta")
+    bound = 1.0
+
+    def value(self, rows: Rows) -> Tensor:
+        return _smoothed(self, rows.num_classes).value(rows)
+
+    def pull(self, rows: Rows, upstream: Coefficient) -> Pull:
+        return _smoothed(self, rows.num_classes).pull(rows, upstream)
+
+
+@lru_cache(maxsize=64)
+def _smoothed(given: LabelSmoothing, num_classes: int) -> Term:
+    share = given.share
+    if given.of_others:
+        share *= num_classes / max(num_classes - 1, 1)  # of a single class the loss is 0
+    return (1 - share) * CROSS_ENTROPY + share * Uniform()
+
+
+def loss_of(config: FusedCEConfig, loss: Term = CROSS_ENTROPY) -> Term:
+    """The loss that ``config`` describes, with ``loss`` in the place of cross-entropy."""
+    if config.label_smoothing:
+        loss = LabelSmoothing(config.label_smoothing, config.label_smoothing_form == "megatron")
+    return loss + ZLoss(config.z_loss) if config.z_loss else loss

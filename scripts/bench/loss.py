@@ -19,13 +19,13 @@ from torch import Tensor
 
 from megatron_fused_ce import FusedCEConfig, masked_tokens
 from megatron_fused_ce.call import Call
-from megatron_fused_ce.loss import SeveralLabels
 from megatron_fused_ce.losses.outputs import differentiable_of
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.scripts.bench.cases import Cell, parse_strategy
 from megatron_fused_ce.scripts.bench.op import MEGATRON, Case, Op, bare, why_not
 from megatron_fused_ce.scripts.bench.peers import dynamo_for_many_shapes, peers, te_cross_entropy
 from megatron_fused_ce.scripts.bench.problem import MIB, UPSTREAM_SCALAR, Outputs, Problem, World
+from megatron_fused_ce.several_labels import SeveralLabels
 
 #: What a user without this package would take: Megatron's layer, Transformer Engine's loss.
 STANDARD = "megatron-te"
@@ -244,7 +244,7 @@ def _with_option(world: World, name: str, option: Option, strategy: str) -> Case
             more["differentiable"] = differentiable_of(option.outputs)
         if option.teacher:
             several = SeveralLabels(*problem.teacher)
-            more |= {"several": several, "labels": torch.full_like(problem.labels, -1)}
+            more |= {"other_targets": several, "labels": torch.full_like(problem.labels, -1)}
         if config.skip_masked:
             share = option.masked
             more |= {"token_weights": problem.weights[share], "unmasked": problem.unmasked[share]}

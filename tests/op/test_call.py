@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_fused_ce import FusedCEConfig, call, parallel
-from megatron_fused_ce.call import Call
-from megatron_fused_ce.loss import SeveralLabels
+from megatron_fused_ce.call import NOTHING_ELSE, Call
 from megatron_fused_ce.losses import Term
 from megatron_fused_ce.losses.label import CrossEntropy, ZLoss
 from megatron_fused_ce.losses.outputs import Lse, differentiable_of
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.promise import Head
 from megatron_fused_ce.scripts.lib.reference import make_inputs, make_teacher
+from megatron_fused_ce.several_labels import SeveralLabels
 from megatron_fused_ce.wgrad import InPlaceGradWeight
 from tests.support.op import (
     EXP_DTYPE,
@@ -115,7 +115,7 @@ class Kind:
             hidden = hidden.flatten(0, 1)
             labels, weights = labels.t().reshape(-1), weights.t().reshape(-1)
             if teacher is not None:
-                teacher = SeveralLabels(*(x.transpose(0, 1).flatten(0, 1) for x in teacher))
+                teacher = SeveralLabels(*(x.transpose(0, 1).flatten(0, 1) for x in vars(teacher).values()))
         hidden = PLACES[self.places[0]](hidden).requires_grad_(self.needs_grad[0])
         weight = PLACES[self.places[1]](inputs.weight).requires_grad_(self.needs_grad[1])
         tensors = {"hidden": hidden, "weight": weight, "labels": labels.to(self.labels)}
@@ -143,7 +143,7 @@ class Kind:
                     outputs=self.outputs,
                     differentiable=self.outputs_with_grad,
                     terms=self.terms,
-                    several=teacher,
+                    other_targets=teacher or NOTHING_ELSE,
                     temperature=temperature,
                     zero_unknown=self.zero_unknown,
                     with_argmax=self.with_argmax,

@@ -343,7 +343,7 @@ def test_frozen_operands_and_main_grad(strategy, kind, device):
                 token_weights=upstream,
                 config=problem.config(strategy=name, num_chunks=3),
                 outputs=("divergence", "log_prob", "teacher_log_prob"),
-                distillation=Distillation(*of_teacher, label_weights, kind, 0.5, 1.0, None, False, True),
+                other_targets=Distillation(*of_teacher, label_weights, kind, 0.5, 1.0, None, False, True),
             )
             if trained == "main_grad":
                 call = call._replace(open_grad_weight=partial(open_main_grad, main_grad))
@@ -458,7 +458,7 @@ def test_a_budget(device):
         problem.teacher_hidden, problem.teacher_weight, None, "reverse_kl", 0.5, 1.0, None, False, False
     )
     call = Call(
-        hidden, weight, problem.labels, config=config, distillation=distillation, outputs=("divergence",)
+        hidden, weight, problem.labels, config=config, other_targets=distillation, outputs=("divergence",)
     )
     # Row passes in plain PyTorch work in copies of fewer rows than a chunk has.
     with patch.object(rows_torch, "BLOCK_ELEMENTS", 16 * 331), LiveStorages() as live:

@@ -95,7 +95,6 @@ REFUSED = {
                 r"FusedCEConfig, got 'store': .* FusedCEConfig\(strategy='store'\)",
             ),
             ({"config": {"num_chunks": 4}}, TypeError, "must be a FusedCEConfig, got {'num_chunks': 4}"),
-            ({"weight": ones(1, 4), **config(label_smoothing=0.1)}, ValueError, "weight has one row"),
             (config(true_vocab_size=10), ValueError, "is 10, and the vocabulary has 9 rows"),
             (config(strategy="grad_in_forward"), ValueError, r"token_weights.*'store' or 'recompute'"),
             *(

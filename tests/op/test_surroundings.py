@@ -23,12 +23,12 @@ from megatron_fused_ce import (
 from megatron_fused_ce.call import Call
 from megatron_fused_ce.distillation import Distillation
 from megatron_fused_ce.host_copy import HostCopy
-from megatron_fused_ce.loss import SeveralLabels
 from megatron_fused_ce.losses.label import ZLoss
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.promise import Head
 from megatron_fused_ce.rl import masked_token_log_probs
 from megatron_fused_ce.scripts.lib.reference import make_inputs, relative_error
+from megatron_fused_ce.several_labels import SeveralLabels
 from megatron_fused_ce.wgrad import InPlaceGradWeight
 from tests.support.distillation import KINDS, fused, make_problem
 from tests.support.op import STRATEGIES, leaves, run
@@ -155,6 +155,9 @@ def other_tensor(x: Tensor) -> dict[str, Tensor]:
     }
 
 
+OF_TEACHER = {field.name for field in fields(Distillation)}
+
+
 def changes_of(args: Call) -> dict[str, dict[str, Any]]:
     """Of each field, values that make another kind of call."""
     teacher = SeveralLabels(args.labels.unsqueeze(-1), args.token_weights.unsqueeze(-1))
@@ -177,22 +180,22 @@ def changes_of(args: Call) -> dict[str, dict[str, Any]]:
         "sequence_parallel": {"on": True},
         "with_labels": {"off": False},
     }
-    assert of_beside.keys() == set(Distillation._fields), "a new field of the teacher"
-    changes["distillation"] = {"given": beside}
+    assert of_beside.keys() == OF_TEACHER, "a new field of the teacher"
+    changes["other_targets"] = {
+        "several": teacher,
+        "several, labels": replace(teacher, log_probs=None),
+        "several, of double": replace(teacher, log_probs=teacher.log_probs.double()),
+        "several, elsewhere": replace(teacher, ids=teacher.ids.to("meta")),
+        "given": beside,
+    }
     for field, variants in of_beside.items():
         for how, value in variants.items():
-            changes["distillation"][f"{field}, {how}"] = beside._replace(**{field: value})
+            changes["other_targets"][f"{field}, {how}"] = replace(beside, **{field: value})
     changes |= {
         "sequence_parallel": {"on": True},
         "vocab_start": {"0": 0, "True": True},
         "outputs": {"lse": ("lse",)},
         "differentiable": {"lse": ("lse",)},
-        "several": {
-            "given": teacher,
-            "labels": teacher._replace(log_probs=None),
-            "of double": teacher._replace(log_probs=teacher.log_probs.double()),
-            "elsewhere": teacher._replace(ids=teacher.ids.to("meta")),
-        },
         "temperature": {"1": 1, "2.0": 2.0, "per token": args.token_weights},
         "zero_unknown": {"on": True},
         "reduce_grad_hidden": {"off": False},
@@ -232,15 +235,15 @@ def test_every_field_of_the_arguments_is_in_the_key(device):
         for how, value in of_field.items():
             key = call._key(args._replace(**{name: value}))
             if key is None:  # no address: nothing is kept
-                assert how.endswith("device")
+                assert how.endswith(("device", "elsewhere"))
                 continue
             assert key not in seen, f"{name}, {how}: as {seen[key]}"
             seen[key] = f"{name}, {how}"
     with torch.no_grad():
         assert call._key(args) not in seen
-    beside = changes["distillation"]["label_weights, a number"]
-    annealed = beside._replace(label_weights=0.25)
-    assert call._key(args._replace(distillation=annealed)) == call._key(args._replace(distillation=beside))
+    beside = changes["other_targets"]["label_weights, a number"]
+    annealed = replace(beside, label_weights=0.25)
+    assert call._key(args._replace(other_targets=annealed)) == call._key(args._replace(other_targets=beside))
     assert call._key(args._replace(unmasked=HostCopy(torch.ones(1).long()))) == call._key(args)
     assert call._key(args._replace(caller_error=ValueError())) is None
 
@@ -252,14 +255,14 @@ def test_every_field_is_compared_over_the_ranks(device):
     plain = call._must_agree(args)
     assert call._must_agree(args._replace(weight=args.weight[:5])) == plain
     changes = changes_of(args)
-    beside = changes["distillation"]["given"]
-    of_teacher = call._must_agree(args._replace(distillation=beside))
-    fewer = beside._replace(weight=beside.weight[:5])
-    assert call._must_agree(args._replace(distillation=fewer)) == of_teacher
+    beside = changes["other_targets"]["given"]
+    of_teacher = call._must_agree(args._replace(other_targets=beside))
+    fewer = replace(beside, weight=beside.weight[:5])
+    assert call._must_agree(args._replace(other_targets=fewer)) == of_teacher
     for name, of_field in changes.items():
         for how, value in of_field.items():
             # A change of the teacher's is one from a call that has it.
-            expected = of_teacher if how.partition(", ")[0] in Distillation._fields else plain
+            expected = of_teacher if how.partition(", ")[0] in OF_TEACHER else plain
             differs = call._must_agree(args._replace(**{name: value})) != expected
             in_memory = how.rpartition(", ")[2] in ("strides", "device", "class")
             same = name in of_rank or in_memory or (name, how) == ("vocab_start", "")

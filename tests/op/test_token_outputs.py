@@ -10,7 +10,9 @@ import torch
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_token_outputs, fused_linear_topk_distillation
 from megatron_fused_ce.logits import choose
-from megatron_fused_ce.logits.choose import RequestedOutputs
+from megatron_fused_ce.logits.choose import Requested
+from megatron_fused_ce.losses import CrossEntropy, ZLoss
+from megatron_fused_ce.losses.label import loss_of
 from megatron_fused_ce.losses.outputs import OUTPUTS, differentiable_of
 from megatron_fused_ce.scripts.lib.reference import (
     HeadInputs,
@@ -101,26 +103,32 @@ def test_ignored_tokens_have_no_log_prob(device):
 def test_which_outputs_leave_the_exponentiating_product(device):
     x = torch.zeros(8, 32, device=device, dtype=EXP_DTYPE)
     by_name = FusedCEConfig(logits_backend="scaled_exp")
-    with_z_loss = replace(by_name, z_loss=1e-4)
-    for asked in (RequestedOutputs(), RequestedOutputs(("log_prob",))):
+    with_z_loss, smoothed = CrossEntropy() + ZLoss(1e-4), loss_of(FusedCEConfig(label_smoothing=0.1))
+    for asked in (Requested(), Requested(differentiable=("log_prob",))):
         chosen, _ = choose.choose(by_name, x, x, asked)
         assert chosen.name == "scaled_exp" and not chosen.saves_logits
-    entropy = RequestedOutputs(("entropy",))
-    for config, asked in (
-        (by_name, entropy),
-        (by_name, RequestedOutputs(("log_prob", "lse"))),
-        (with_z_loss, RequestedOutputs(("log_prob",))),
+    entropy = Requested(differentiable=("entropy",))
+    softcapped = replace(by_name, logit_softcap=30.0)
+    for asked in (
+        entropy,
+        Requested(differentiable=("log_prob", "lse")),
+        Requested(with_z_loss, ("log_prob",)),
     ):
-        chosen, _ = choose.choose(config, x, x, asked)
+        chosen, _ = choose.choose(by_name, x, x, asked)
         assert chosen.name == "scaled_exp" and chosen.saves_logits
-        again = replace(config, strategy="recompute", logit_softcap=30.0, logit_precision="fp32")
+        again = replace(by_name, strategy="recompute", logit_softcap=30.0, logit_precision="fp32")
         chosen, _ = choose.choose(again, x, x, asked)
         assert chosen.name == "scaled_exp" and not chosen.saves_logits
     for config, asked, words in (
-        (replace(by_name, logit_softcap=30.0), entropy, "entropy with a gradient beside a softcap"),
+        (softcapped, entropy, "entropy with a gradient beside a softcap"),
         (replace(by_name, logit_precision="fp32"), entropy, "entropy with a gradient of fp32 logits"),
-        (replace(by_name, label_smoothing=0.1), entropy, "label_smoothing"),
-        (by_name, RequestedOutputs(several=True), "several labels"),
+        (by_name, Requested(smoothed, ("entropy",)), "the delta of LabelSmoothing"),
+        (
+            replace(by_name, logit_softcap=9.0),
+            Requested(with_z_loss, ("log_prob",)),
+            r"CrossEntropy \+ ZLoss",
+        ),
+        (by_name, Requested(beyond_scaled_exp="several labels"), "make several labels"),
     ):
         with pytest.raises(ValueError, match=words):
             choose.choose(config, x, x, asked)
