@@ -635,6 +635,7 @@ def _must_agree(call: Call) -> dict[str, str]:
     """What must be equal on every rank, in words, by the name that an error gives it."""
     words = {"grad mode": _grad_mode(call)}
     words |= {name: _in_words(getattr(call, name)) for name in _AGREED}
+    words["labels or teacher"] = words.pop("other_targets")
     words["terms"] = ", ".join(f"{name} {term.in_words()}" for name, term in call.terms)
     rows_differ = call.weight[:0] if isinstance(call.weight, Tensor) else None
     words["weight"] = _in_words(rows_differ)

@@ -14,7 +14,7 @@ from megatron_fused_ce.kernels import gemm_variants
 from megatron_fused_ce.logits import LogitsBackend
 from megatron_fused_ce.logits.gemm_rows import gemm_then_rows
 from megatron_fused_ce.losses import Term
-from megatron_fused_ce.losses.label import CROSS_ENTROPY, CrossEntropy
+from megatron_fused_ce.losses.label import CROSS_ENTROPY, CrossEntropy, loss_of
 
 
 class Requested(NamedTuple):
@@ -30,8 +30,6 @@ class Requested(NamedTuple):
     saves_logits_for: str = ""
 
 
-PLAIN_LOSS = Requested()
-
 #: Compute capability of the GPUs on which ``scaled_exp`` was run and timed: H100 and H200.
 MEASURED = (9, 0)
 
@@ -43,12 +41,13 @@ def choose(
     config: FusedCEConfig,
     tokens: Tensor,  # [..., H]
     weight: Tensor,  # [V, H]
-    requested: Requested = PLAIN_LOSS,
+    requested: Requested | None = None,
     why_not_here: str | None = None,
 ) -> tuple[LogitsBackend, str]:
     """The backend for these tensors, and why not ``scaled_exp`` (empty where it is).
 
     Args:
+        requested: None for the loss that ``config`` describes.
         why_not_here: what the ranks of a group settled together (see :func:`why_not_here`, empty for
             nothing), in place of what this rank finds by itself: gradients of the two backends cannot be
             summed over ranks, and plans differ.
@@ -56,6 +55,7 @@ def choose(
     Raises:
         ValueError: ``scaled_exp`` was asked for by name and cannot serve.
     """
+    requested = requested or Requested(loss_of(config))
     reason = why_not_scaled_exp(config, tokens, weight, requested, why_not_here)
     if not reason:
         from megatron_fused_ce.logits.scaled_exp import ScaledExp
@@ -78,13 +78,14 @@ def why_not_scaled_exp(
     config: FusedCEConfig,
     tokens: Tensor,
     weight: Tensor,
-    requested: Requested = PLAIN_LOSS,
+    requested: Requested | None = None,
     here: str | None = None,
 ) -> str:
     """Why the scaled-exp GEMM cannot run, or an empty string: the one list of reasons.
 
     ``here``: as :func:`choose` takes it. All else is the same on every rank of a group.
     """
+    requested = requested or Requested(loss_of(config))
     here = why_not_here(config, tokens, weight) if here is None else here
     if here:
         return here

@@ -340,7 +340,7 @@ def test_shards_far_apart(gap, product, device):
     labels = inputs.labels[0]
     shards = [weight[: vocab // 2], weight[vocab // 2 :]]
     passes = ScaledExp(product)
-    sample = torch.cat([passes.sample_rows(shard, 2) for shard in shards])
+    sample = torch.cat([scaled_exp_rows.sample_rows(shard, sizes.SAMPLED_ROWS // 2) for shard in shards])
     kept, scores, local, chunks = [], [], [], []
     for index, shard in enumerate(shards):
         local.append(labels - index * (vocab // 2))

@@ -336,7 +336,7 @@ OF_A_LOSS: dict[str, tuple[dict[str, Any], str]] = {
     "config's type": ({"config": "store"}, "config must be a FusedCEConfig"),
     "weights elsewhere": ({"token_weights": ones(1, 8).to("meta")}, "token_weights on meta"),
 }  # fmt: skip
-DISAGREE, CUT = "disagree on distillation", "one cut of the vocabulary|teacher's shard does not fit"
+DISAGREE, CUT = "disagree on labels or teacher", "one cut of the vocabulary|teacher's shard does not fit"
 OF_A_TEACHER: dict[str, tuple[dict[str, Any], str]] = {
     "no tensor": ({"teacher_hidden": [1.0]}, "teacher_hidden is a list"),
     "tokens of both": ({"teacher_hidden": ones(6, 1, 3)}, r"expected \(8, 1, 3\), the student's tokens"),
