@@ -17,7 +17,11 @@ NUM_TOKENS, NUM_CLASSES = 12, 33
 TOLERANCE, SLOPE_TOLERANCE, STEP = 1e-9, 1e-6, 1e-5
 
 
-def check(term: Term, reference: Callable[[Tensor, Tensor], Tensor] | None = None) -> None:
+def check(
+    term: Term,
+    reference: Callable[[Tensor, Tensor], Tensor] | None = None,
+    num_labels: int | None = None,
+) -> None:
     """Try a term on rows in fp64: random, flat and peaked ones, ties, logits of -inf, labels of no class; one
     that gives ``at_labels`` also with several labels: one class twice, one of none, an empty entry.
 
@@ -32,31 +36,40 @@ def check(term: Term, reference: Callable[[Tensor, Tensor], Tensor] | None = Non
             ``at_labels`` ``(logits, labels [C, K]) -> [C]``, or ``[K, C]`` where it is ``per_label``. Labels
             may be outside of 0 to V - 1, -1 for an empty entry. Without it the value itself is compared with
             nothing.
+        num_labels: of a term that gives ``at_labels`` and takes so many labels alone, 2 or more; None: it is
+            tried with 1 and with 4.
 
     Raises:
-        AssertionError: with all that is wrong.
+        AssertionError: with all that is wrong, and on which rows.
         TypeError: a term that no head takes (:meth:`.Term.why_wrong`), or without a gradient.
     """
     if wrong := term.why_wrong() or ("" if term.gives else "has no gradient"):
         raise TypeError(f"{term!r:.80} {wrong}")
     rows_of = list(_rows())
     if "at_labels" in term.gives:
-        rows_of = [(name, s, labels.unsqueeze(1)) for name, s, labels in rows_of] + _rows_of_several()
-    found = [f"{name}: {words}" for name, *rows in rows_of for words in _wrong_of(term, reference, *rows)]
-    assert not found, f"{term!r:.80} is wrong\n" + "\n".join(found)
+        of_one = [(name, s, labels.unsqueeze(1)) for name, s, labels in rows_of]
+        rows_of = (of_one if num_labels is None else []) + _rows_of_several(num_labels or 4)
+    found: dict[str, list[str]] = {}
+    for name, *rows in rows_of:
+        for words in _wrong_of(term, reference, *rows):
+            found.setdefault(words, []).append(name)
+    wrong = "\n".join(f"{words} (on {', '.join(names)})" for words, names in found.items())
+    assert not wrong, f"{term!r:.80} is wrong\n{wrong}"
 
 
-def _rows_of_several() -> list[tuple[str, Tensor, Tensor]]:
+def _rows_of_several(num_labels: int) -> list[tuple[str, Tensor, Tensor]]:
     _, s, first = next(_rows())
-    labels = (first.unsqueeze(1) + torch.tensor([0, 5, 9, 5])) % NUM_CLASSES
+    places = 4 * torch.arange(num_labels)
+    places[-1] = places[min(1, num_labels - 2)]  # the last is the second again, of two the first
+    labels = (first.unsqueeze(1) + places) % NUM_CLASSES
     is_label = torch.nn.functional.one_hot(labels, NUM_CLASSES).double()
     odd = labels.clone()
-    odd[1::3, 2], odd[2::3, 1] = NUM_CLASSES, EMPTY
+    odd[1::3, num_labels // 2], odd[2::3, 1] = NUM_CLASSES, EMPTY
     return [
         ("several labels, one twice", s, labels),
-        ("several labels, the third sure", s + 12 * is_label[:, 2], labels),
-        ("several labels, the repeated one sure", s + 12 * is_label[:, 1], labels),
-        ("several labels, one of -inf", s.masked_fill(is_label[:, 2] > 0, -torch.inf), labels),
+        ("several labels, one sure", s + 12 * is_label[:, num_labels // 2], labels),
+        ("several labels, the repeated one sure", s + 12 * is_label[:, -1], labels),
+        ("several labels, one of -inf", s.masked_fill(is_label[:, num_labels // 2] > 0, -torch.inf), labels),
         ("several labels, of no class or empty", s, odd),
     ]
 
@@ -107,8 +120,19 @@ def _wrong_of(
     if beyond:
         yield f"its pull has {' and '.join(sorted(beyond))}, not among its gives, {term.gives}"
     slope = (upstream.view(-1, len(labels), 1) * _slope(term, s, labels)).sum(0)
-    if _differ(_gradient(pull, s, saved, labels)[counts], slope[counts], SLOPE_TOLERANCE):
-        yield "its pull is not the gradient of its value"
+    made = _gradient(pull, s, saved, labels)[counts]
+    if _differ(made, slope[counts], SLOPE_TOLERANCE):
+        is_label = (labels.view(len(labels), -1, 1) == torch.arange(s.shape[1])).any(1)[counts]
+        where = [
+            words
+            for words, of in (("labels' columns (at, at_labels)", is_label), ("other columns", ~is_label))
+            if of.any() and _differ(made[of], slope[counts][of], SLOPE_TOLERANCE)
+        ]
+        yield f"its pull is not the gradient of its value in {' and '.join(where)}"
+    if term.bound is not None:
+        of_one = _gradient(_pull(term, saved, torch.ones_like(value)), s, saved, labels)
+        if (of_one[counts].abs() > term.bound + TOLERANCE).any():
+            yield f"an entry of its row gradient is larger than its bound, {term.bound}"
 
     def differ(one: Tensor, other: Tensor) -> bool:
         return _differ(one[..., counts], other[..., counts])

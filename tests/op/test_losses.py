@@ -233,11 +233,36 @@ def test_check_takes_what_is_right(name):
 
 
 @dataclass(frozen=True)
+class OfThree(Unlikelihood):
+    """Which takes three labels alone."""
+
+    fault: bool = False
+
+    def value(self, rows):
+        assert len(rows.known_labels) == 3
+        return super().value(rows)
+
+    def pull(self, rows, upstream):
+        pull = super().pull(rows, upstream)
+        return pull._replace(at_labels=pull.at_labels.roll(1, 0)) if self.fault else pull
+
+
+def test_check_of_so_many_labels_alone():
+    losses.check(OfThree(), lambda s, labels: true_value(Unlikelihood(), s, labels), num_labels=3)
+    with pytest.raises(AssertionError, match=r"value in labels' columns.* \(on several labels, one twice"):
+        losses.check(OfThree(True), num_labels=3)
+
+
+@dataclass(frozen=True)
 class Wrong(Term):
     """Focal with one fault."""
 
     fault: str
     gives = ("at",)
+
+    @property
+    def bound(self):
+        return 0.5 if self.fault == "bound" else None
 
     def value(self, rows):
         value = Focal(2.0).value(rows)
@@ -270,6 +295,7 @@ class Wrong(Term):
         ("in place", "changes the statistics in place"),
         ("label", "has alpha, not among its gives"),
         ("forward", "other statistics in a forward"),
+        ("bound", "larger than its bound, 0.5"),
     ],
 )
 def test_check_finds(fault, words):

@@ -28,6 +28,7 @@ from megatron_fused_ce import (
 from megatron_fused_ce.call import Call
 from megatron_fused_ce.logits import rows_torch
 from megatron_fused_ce.loss import merge_extra, merge_shards
+from megatron_fused_ce.losses import Rows
 from megatron_fused_ce.losses.form import LossForm
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.rl import ENTROPY_CHOICES, masked_token_log_probs, token_log_probs
@@ -307,7 +308,8 @@ def test_statistics_of_shards_merge(drawn, entropy):
     close(miss[real], (others / e.sum(-1))[real], rtol=alone, atol=2.0**-148)
     if entropy:
         extra = torch.stack([torch.stack(one.extra.rows()) for one in stats])
-        made = form.finish(merged._replace(extra=merge_extra(("weighted",), extra, sent)))
+        merged = merged._replace(extra=merge_extra(("weighted",), extra, sent))
+        made = form.finish(Rows(merged))
         p = e / e.sum(-1, keepdim=True)
         true = -torch.where(p > 0, p * p.log(), 0.0).sum(-1)
         torch.testing.assert_close(made["entropy"][real].double(), true[real], rtol=ulps, atol=4 * ulps)
