@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any
@@ -171,7 +172,10 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
             made = None
         accumulators = OpenedAccumulators(ctx.context.open_grad_weight)
         context: Context = ctx.context._replace(open_grad_weight=accumulators)
-        needs_grad = NeedsGrad(wants_hidden, wants_weight)
+        later = context.later if wants_weight else None
+        if later is not None and not later.has_room:
+            later = None
+        needs_grad = NeedsGrad(wants_hidden, wants_weight and later is None)
         lost = None
         if kept is not None:
             lost = kept.count_lost(upstream)
@@ -194,8 +198,16 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
                     promise.count(result is not None)
                 if result is None:
                     saved = Saved(tuple(map(SavedChunk._make, saved_chunks)), *rest)
-                    of_call = context, hidden, weight, saved, upstream, needs_grad
-                    result = backward_of_nonzero(*of_call) if spec.skip_zero_upstream else backward(*of_call)
+                    run = backward_of_nonzero if spec.skip_zero_upstream else backward
+                    operands = context, hidden, weight
+                    result = None, None
+                    if any(needs_grad):
+                        result = run(*operands, saved, upstream, needs_grad)
+                    if later is not None:
+                        saved = saved._replace(last_hidden=None)  # gathered again
+                        make = partial(run, *operands, saved, upstream, NeedsGrad(False, True))
+                        later.put(partial(_make_grad_weight, make, accumulators, spec, device))
+                        result = result[0], accumulators(weight, 0, False).close(None)
         except BaseException:
             accumulators.abandon()
             spec.comm.join(device)
@@ -208,6 +220,19 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
                     kept.spoil_rows_(grad_hidden, of_all, spec.comm.part)
             grad_hidden = grad_hidden.view(ctx.hidden_shape)
         return grad_hidden, grad_weight, *no_others
+
+
+def _make_grad_weight(
+    make: Callable[[], object], accumulators: OpenedAccumulators, spec: CallSpec, device: torch.device
+) -> None:
+    """What a backward left for later."""
+    try:
+        with torch.no_grad(), autocast.off(device):
+            make()
+    except BaseException:
+        accumulators.abandon()
+        spec.comm.join(device)
+        raise
 
 
 def _of_all_tokens(of_kept: Tensor, kept: Kept | None) -> Tensor:

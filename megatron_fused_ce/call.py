@@ -43,7 +43,7 @@ from megatron_fused_ce.parallel import (
 )
 from megatron_fused_ce.promise import UNNAMED, Head, broken_promise
 from megatron_fused_ce.validation import check_call, check_requested, check_temperature
-from megatron_fused_ce.wgrad import OpenGradWeight, ReturnedGradWeight, kind_of
+from megatron_fused_ce.wgrad import Later, OpenGradWeight, ReturnedGradWeight, kind_of
 
 DEFAULT_CONFIG = FusedCEConfig()
 
@@ -159,6 +159,8 @@ class Call(NamedTuple):
     unmasked: HostCopy | None = None
     #: makes the wgrad accumulator (:mod:`.wgrad`)
     open_grad_weight: OpenGradWeight = ReturnedGradWeight
+    #: where a backward leaves ``grad_weight`` to be made; with accumulators that add to a ``main_grad``
+    later: Later | None = None
     #: calls that wait for their backward together, for plans of memory
     uses_in_flight: int = 1
     #: whose calls these are; heads of different weights, or of different losses, are best told apart
@@ -265,6 +267,7 @@ class Context(NamedTuple):
     #: the spec's, or fewer where masked tokens are skipped
     chunks: tuple[Chunk, ...]
     open_grad_weight: OpenGradWeight
+    later: Later | None
 
     @property
     def num_tokens(self) -> int:
@@ -591,7 +594,7 @@ def _plan(
         wgrad_accumulator=planner.WGRAD_ACCUMULATORS[settled.facts["wgrad_accumulator"]],
         token_weights_known=in_forward
         and call.token_weights is not None
-        and not (call.differentiable or config.skip_zero_upstream),
+        and not (call.differentiable or config.skip_zero_upstream or call.later is not None),
         promise_broken=promise_broken,
         logits_backend=logits.name,
         saves_logits=logits.saves_logits,

@@ -2,8 +2,9 @@
 
 Independent of the order on ``sys.path`` and of when Megatron is imported: a module that is there
 already is patched at once, any other when its import ends. Patched are the argument parser (the flags), the
-language module (the hook points in the model), the schedules (the accuracy), ``rl_utils`` and
-``Float16Module`` (log-probabilities without logits), and ModelOpt's plugin for Megatron (distillation).
+language module (the hook points in the model), the schedules (the accuracy, deferred weight gradients),
+``rl_utils`` and ``Float16Module`` (log-probabilities without logits), and ModelOpt's plugin for Megatron
+(distillation).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from megatron_fused_ce.adapter import forms, layout
 TARGETS = {
     "megatron.training.arguments": ("megatron_fused_ce.adapter.training_arguments", "patch"),
     forms.LANGUAGE_MODULE: ("megatron_fused_ce.adapter.language_module", "patch"),
-    "megatron.core.pipeline_parallel.schedules": ("megatron_fused_ce.adapter.accuracy", "patch"),
+    "megatron.core.pipeline_parallel.schedules": ("megatron_fused_ce.adapter.deferred_wgrad", "patch"),
     "megatron.rl.rl_utils": ("megatron_fused_ce.adapter.rl_logprobs", "patch"),
     "megatron.core.transformer.module": ("megatron_fused_ce.adapter.rl_logprobs", "patch_upcast"),
     "modelopt.torch.distill.plugins.megatron": ("megatron_fused_ce.adapter.modelopt", "patch"),

@@ -15,7 +15,7 @@ import torch
 from megatron.core.tensor_parallel import layers
 from torch import Tensor
 
-from megatron_fused_ce.adapter import accuracy, deferred_logits, report, stock_path
+from megatron_fused_ce.adapter import accuracy, deferred_logits, deferred_wgrad, report, stock_path
 from megatron_fused_ce.adapter.consumer import model_of, name_of
 from megatron_fused_ce.adapter.deferred_logits import DeferredLogits, LossAndArgmax
 from megatron_fused_ce.adapter.main_grad import open_grad_weight_for
@@ -262,7 +262,6 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
                 + (("entropy",) if entropy != "none" else ()),
                 differentiable=("entropy",) if entropy == "differentiable" else (),
                 with_argmax=self.fused_ce_with_argmax and self.training,
-                uses_in_flight=1 + (getattr(self.config, "mtp_num_layers", None) or 0),
                 head=_head_of(self),
             )
         )
@@ -279,6 +278,7 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
         self, hidden: Tensor, weight: Tensor, labels: Tensor, token_weights: TokenWeights, **more: Any
     ) -> Call:
         """A call with all that follows from the layer and its token weights."""
+        open_grad_weight = open_grad_weight_for(weight, self.gradient_accumulation_fusion)
         return Call(
             hidden,
             weight,
@@ -288,7 +288,9 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
             token_weights=token_weights.values,
             vocab_start=self.tp_group.rank() * self.output_size_per_partition,
             unmasked=token_weights.unmasked(),
-            open_grad_weight=open_grad_weight_for(weight, self.gradient_accumulation_fusion),
+            open_grad_weight=open_grad_weight,
+            later=deferred_wgrad.later_of(self, open_grad_weight),
+            uses_in_flight=deferred_wgrad.calls_in_flight(self.config),
             **more,
         )
 
@@ -316,13 +318,18 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
         """The layer's config for one call: ``grad_in_forward`` only if the token weights are known."""
         if entropy == "differentiable":
             config = unrounded(config)
-        if config.strategy != "grad_in_forward" or token_weights.values is not None:
+        deferred = deferred_wgrad.is_on(self.config)
+        if config.strategy != "grad_in_forward" or (token_weights.values is not None and not deferred):
             return config
         if torch.is_grad_enabled():
             report.say_once(
                 self.tp_group.rank(),
-                "strategy auto instead of grad_in_forward for a head whose token weights are not known in "
-                f"the forward: {token_weights.unknown}",
+                "strategy auto instead of grad_in_forward for a head whose "
+                + (
+                    "grad_weight is to wait for the pipeline's bubble (--defer-embedding-wgrad-compute)"
+                    if deferred
+                    else f"token weights are not known in the forward: {token_weights.unknown}"
+                ),
             )
         return replace(config, strategy="auto")
 

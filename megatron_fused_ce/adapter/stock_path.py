@@ -14,7 +14,15 @@ from typing import Any, NoReturn
 
 import torch
 
-from megatron_fused_ce.adapter import consumer, deferred_logits, forms, layout, report, token_weights
+from megatron_fused_ce.adapter import (
+    consumer,
+    deferred_logits,
+    deferred_wgrad,
+    forms,
+    layout,
+    report,
+    token_weights,
+)
 from megatron_fused_ce.adapter.consumer import MODELS, name_of
 from megatron_fused_ce.adapter.switch import trusted
 from megatron_fused_ce.config import FusedCEConfig
@@ -194,10 +202,7 @@ def _always(layer: Any, config: Any) -> tuple[tuple[bool, str], ...]:
     return (
         *_of_layer(layer),
         (getattr(layer, "gtp_remat_size", 1) > 1, "its weight is sharded by gtp_remat"),
-        (
-            getattr(config, "defer_embedding_wgrad_compute", False),
-            "--defer-embedding-wgrad-compute keeps the gradient of the logits",
-        ),
+        *(((True, deferred),) if (deferred := deferred_wgrad.reason_at_build(config)) else ()),
         (
             getattr(config, "batch_invariant_mode", False),
             "--batch-invariant-mode replaces the products and the softmax by kernels whose sums do not "

@@ -116,7 +116,6 @@ def at_build(where, name, value, joined=False):
         ("layer", "disable_grad_reduce", True, "LoRA"),
         ("layer", "gtp_remat_size", 2, "gtp_remat"),
         ("layer", "output_dtype", torch.float16, "--output-logit-dtype"),
-        ("config", "defer_embedding_wgrad_compute", True, "--defer-embedding-wgrad-compute"),
         ("config", "batch_invariant_mode", True, "--batch-invariant-mode"),
         ("config", "config_logger_dir", "folder", "config logger"),
         ("arguments", "logits_save_dir", "folder", "--logits-save-dir"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ MODELS, IN_DDP = (
 SP = {"sequence_parallel": True}
 FUSED = {"fused_wgrad": True, "overlap": True}
 FORWARD = {"strategy": "grad_in_forward"}
+DEFERRED = {"defer_embedding_wgrad_compute": True}
 BY_NAME = {
     "gpt": Model(),
     "gpt store": Model(strategy="store"),
@@ -61,6 +63,21 @@ PIPELINES = {
     "pp 2 tied grad_in_forward overlap fused wgrad": Model(tied=True, **FORWARD, **FUSED),
     "pp 2 mtp 1 sp": Model(mtp=1, **SP),
     "pp 2 mtp 1 tied grad_in_forward fused wgrad": Model(mtp=1, tied=True, **FORWARD, fused_wgrad=True),
+    **{
+        f"{name}, deferred": replace(model, extra=DEFERRED)
+        for name, model in {
+            "pp 2 sp bf16": Model(**SP, fused_wgrad=True, dtype=torch.bfloat16),
+            "pp 2 tied store": Model(tied=True, strategy="store", fused_wgrad=True),
+            "pp 2 mtp 1 grad_in_forward sp": Model(mtp=1, **FORWARD, **SP, fused_wgrad=True),
+            "pp 2 overlap": Model(**FUSED),
+            "two virtual stages tied sp store": Model(
+                virtual=2, tied=True, **SP, strategy="store", fused_wgrad=True
+            ),
+        }.items()
+    },
+    "pp 2 deferred up to a limit": Model(
+        **SP, fused_wgrad=True, extra={**DEFERRED, "wgrad_deferral_limit": 3}
+    ),
     "two virtual stages tied sp": Model(virtual=2, tied=True, **SP),
     "two virtual stages grad_in_forward sp": Model(virtual=2, **FORWARD, **SP),
     "two virtual stages tied store overlap fused wgrad": Model(
@@ -83,12 +100,17 @@ def model_of(rank: Rank, name: str) -> Model:
     return model
 
 
-def train(model: Model, rank: Rank, num_micro_batches: int = 2) -> dict[str, torch.Tensor]:
-    """The last stage's losses, every accumulated gradient of this rank's, and the MTP metrics, by name."""
+def train(model: Model, rank: Rank, num_micro_batches: int = 2, steps: int = 1) -> dict[str, torch.Tensor]:
+    """The last stage's losses, every accumulated gradient of this rank's, and the MTP metrics, by name.
+
+    Of the last of ``steps`` with the same weights.
+    """
+    from megatron.core import parallel_state
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-    stages, generator = megatron.in_ddp(model, rank), torch.Generator().manual_seed(3)
+    stages = megatron.in_ddp(model, rank)
+    generator = torch.Generator().manual_seed(3 + parallel_state.get_data_parallel_rank())
     batches = [
         megatron.draw(rank, generator, 0.3 if model.skip_masked else None) for _ in range(num_micro_batches)
     ]
@@ -104,12 +126,15 @@ def train(model: Model, rank: Rank, num_micro_batches: int = 2) -> dict[str, tor
 
         return megatron.losses_of(stage, batch, rank), loss
 
-    iterators = [iter(batches) for _ in stages]
-    told = get_forward_backward_func()(
-        forward_step_func=step, data_iterator=iterators if model.virtual > 1 else iterators[0],
-        model=stages if model.virtual > 1 else stages[0], num_microbatches=num_micro_batches,
-        seq_length=SEQUENCE, micro_batch_size=BATCH, forward_only=False,
-    )  # fmt: skip
+    for _ in range(steps):
+        for stage in stages:
+            stage.zero_grad_buffer()
+        iterators = [iter(batches) for _ in stages]
+        told = get_forward_backward_func()(
+            forward_step_func=step, data_iterator=iterators if model.virtual > 1 else iterators[0],
+            model=stages if model.virtual > 1 else stages[0], num_microbatches=num_micro_batches,
+            seq_length=SEQUENCE, micro_batch_size=BATCH, forward_only=False,
+        )  # fmt: skip
     results = {f"loss of micro-batch {i}": losses["losses"] for i, losses in enumerate(told)}
     for number, stage in enumerate(stages):
         for name, parameter in stage.module.named_parameters():
@@ -188,6 +213,25 @@ def test_the_installed_core(rank: Rank):
     test_off_against_on.on_a_rank(rank, "gpt grad_in_forward sp")
 
 
+@contextlib.contextmanager
+def waiting() -> Iterator[list[int]]:
+    """How many calls wait for the bubble, each time that one more does; none at the end."""
+    from megatron_fused_ce.wgrad import Later
+
+    seen: list[int] = []
+    laters: set[Later] = set()
+
+    def put(later: Later, make: Any, stock: Any = Later.put) -> None:
+        stock(later, make)
+        laters.add(later)
+        seen.append(len(later))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Later, "put", put)
+        yield seen
+    assert not any(map(len, laters))
+
+
 @on_ranks(*megatron.both_cores(4))
 @pytest.mark.parametrize("name", PIPELINES)
 def test_a_pipeline(rank: Rank, name):
@@ -195,13 +239,44 @@ def test_a_pipeline(rank: Rank, name):
 
     model = PIPELINES[name]
     have_groups(2, 2, model.virtual if model.virtual > 1 else None)
-    off = train(model, rank, 4)  # a multiple of PP, as virtual stages need
-    with flag(strategy=model.strategy, num_chunks=3) as seen:
+    # Without Megatron's deferral, which is no reference (test_what_megatrons_deferral_loses). 4 is a multiple
+    # of PP, as virtual stages need.
+    off = train(replace(model, extra={}), rank, 4)
+    with flag(strategy=model.strategy, num_chunks=3) as seen, waiting() as most:
         on = train(model, rank, 4)
     is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
     assert seen.counts == (4 * (1 + model.mtp) * is_last, 0, 0)
     assert sum("loss of" in name for name in off) == 4 * is_last
+    defers = is_last and model.extra and not model.overlap
+    limit = model.extra.get("wgrad_deferral_limit") or 4 * (1 + model.mtp)
+    assert most == ([*range(1, limit + 1)] if defers else [])
     compare(off, on, model, pipeline=True)
+
+
+@on_ranks(of_core(4, megatron.NEWEST, needs_nccl=megatron.DDP))
+@pytest.mark.parametrize("name", ["overlap", "mtp", "neither"])
+def test_what_megatrons_deferral_loses(rank: Rank, name):
+    """Without the flag, TP 1, PP 2, DP 2. With the reduction overlapped it begins before the products are
+    there. Of multi-token prediction the inputs wait as [mtp, main] and the gradients as [main, mtp], and the
+    products are added to the gradient of the embedding that the stage has for it."""
+    from megatron.core import parallel_state
+
+    model = Model(fused_wgrad=True, overlap=name == "overlap", mtp=int(name == "mtp"))
+    have_groups(1, 2)
+    # The first step learns when gradients are ready: nothing overlaps.
+    right, lost = train(model, rank, 4, 2), train(replace(model, extra=DEFERRED), rank, 4, 2)
+    off = {key for key, given in right.items() if not torch.allclose(lost[key], given, atol=1e-6)}
+    is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+    head, embedding = (
+        {key for key in right if f"{of}.weight" in key} for of in ("output_layer", "embeddings")
+    )
+    expected = {"overlap": head, "mtp": head | embedding, "neither": set()}[name]
+    assert off == expected and (not is_last or name == "neither" or expected), (off, expected)
+    with flag() as seen:
+        kept = train(replace(model, extra=DEFERRED), rank, 4, 2)
+    assert seen.counts == (8 * (1 + model.mtp) * is_last, 0, 0)
+    for key, given in right.items():
+        torch.testing.assert_close(kept[key], given, atol=1e-5, rtol=1e-4)
 
 
 @on_ranks(*MODELS)

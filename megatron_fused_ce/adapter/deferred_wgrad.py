@@ -1,0 +1,127 @@
+"""``--defer-embedding-wgrad-compute``: the head's ``grad_weight`` is made in the pipeline's last bubble.
+
+Megatron keeps the output layer's inputs and the gradients of its logits in two lists of the model, and
+``finish_embedding_wgrad_compute`` makes the products from them, after the last backward and before
+``finalize_model_grads_func``. Here each call keeps what its own backward reads (:class:`.wgrad.Later`): with
+``store`` the logits, in the operands' dtype, else hidden states and a few floats a token, from which the
+logits are made again. Calls of multi-token prediction wait like others.
+
+Where the reduction of gradients may start before the bubble, or nothing would end the wait, ``grad_weight``
+is made at once.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from types import ModuleType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from megatron_fused_ce.adapter import accuracy, report
+from megatron_fused_ce.wgrad import Later, OpenGradWeight, kind_of
+
+CLEAR, FINISH = "clear_embedding_activation_buffer", "finish_embedding_wgrad_compute"
+
+#: Of each output layer that has one; not an attribute, which a copy of the layer would share.
+_of_layer: WeakKeyDictionary[Any, Later] = WeakKeyDictionary()
+
+
+def is_on(config: Any) -> bool:
+    return bool(getattr(config, "defer_embedding_wgrad_compute", False))
+
+
+def reason_at_build(config: Any) -> str | None:
+    """Why a model with deferral stays on Megatron's path, or None."""
+    if not is_on(config):
+        return None
+    from megatron.core.pipeline_parallel import schedules
+
+    missing = [name for name in (CLEAR, FINISH) if not hasattr(schedules, name)]
+    return (
+        f"--defer-embedding-wgrad-compute: the schedules have no {' and '.join(missing)}" if missing else None
+    )
+
+
+def later_of(layer: Any, open_grad_weight: OpenGradWeight) -> Later | None:
+    """Where a call of this layer leaves its ``grad_weight``, or None to make it at once."""
+    config = layer.config
+    if not is_on(config):
+        return None
+    why_not = _why_at_once(config, kind_of(open_grad_weight))
+    if why_not:
+        report.say_once(
+            layer.tp_group.rank(),
+            "--defer-embedding-wgrad-compute has no effect: grad_weight is made in each backward, since "
+            f"{why_not}",
+        )
+        return None
+    if layer not in _of_layer:
+        _of_layer[layer] = Later(getattr(config, "wgrad_deferral_limit", 0))
+    return _of_layer[layer]
+
+
+def _why_at_once(config: Any, kind: str) -> str:
+    if kind not in ("main_grad", "low_main_grad"):
+        return "the weight's gradient goes to no main_grad"
+    if (
+        getattr(config, "no_sync_func", None) is not None
+        or getattr(config, "grad_sync_func", None) is not None
+    ):
+        return "the reduction of gradients starts before the bubble (--overlap-grad-reduce)"
+    if getattr(config, "finalize_model_grads_func", None) is None:
+        return "the schedules make it before finalize_model_grads_func alone, and there is none"
+    return ""
+
+
+#: So many that nothing but hidden states and floats are kept.
+UNKNOWN_MICRO_BATCHES = 1024
+
+
+def calls_in_flight(config: Any) -> int:
+    """Calls of a head that wait together, at most."""
+    heads = 1 + (getattr(config, "mtp_num_layers", None) or 0)
+    if not is_on(config):
+        return heads
+    from megatron.core import num_microbatches_calculator
+
+    try:
+        micro_batches = int(num_microbatches_calculator.get_num_microbatches())
+    except (AssertionError, AttributeError):  # nobody has set it up
+        micro_batches = UNKNOWN_MICRO_BATCHES
+    limit = int(getattr(config, "wgrad_deferral_limit", 0))
+    return heads + min(heads * micro_batches, limit or heads * micro_batches)
+
+
+def patch(module: ModuleType) -> None:
+    """Wrap functions of ``megatron.core.pipeline_parallel.schedules``, which its schedules call by name."""
+    accuracy.patch(module)
+    for name, own in ((CLEAR, _clear), (FINISH, _finish)):
+        if hasattr(module, name):
+            setattr(module, name, own(getattr(module, name)))
+
+
+def _clear(stock: Any) -> Any:
+    @wraps(stock)
+    def clear(*args: Any, **kwargs: Any) -> Any:
+        embedding_module = stock(*args, **kwargs)
+        _waiting(embedding_module).clear()  # of a step that ended in an exception
+        return embedding_module
+
+    return clear
+
+
+def _finish(stock: Any) -> Any:
+    @wraps(stock)
+    def finish(config: Any, embedding_module: Any, *args: Any, **kwargs: Any) -> None:
+        _waiting(embedding_module).drain()
+        is_own = hasattr(getattr(embedding_module, "output_layer", None), "fused_ce_config")
+        # Calls on Megatron's path wait in its lists; of empty ones it would raise IndexError.
+        if not is_own or embedding_module.grad_output_buffer:
+            stock(config, embedding_module, *args, **kwargs)
+
+    return finish
+
+
+def _waiting(embedding_module: Any) -> Later:
+    layer = getattr(embedding_module, "output_layer", None)
+    return Later(0) if layer is None else _of_layer.get(layer, Later(0))
