@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_fused_ce.adapter.arguments import FLAG
+from megatron_fused_ce.head_bytes import MIB
 from megatron_fused_ce.plan.advice import LENGTH_STEP, LONGEST, TIGHT, Advice, Way
 from megatron_fused_ce.plan.closed_world import UNKNOWN, Judged
-from megatron_fused_ce.plan.heads import StockPath
 from megatron_fused_ce.plan.launch_script import TrainingLaunch
 from megatron_fused_ce.plan.peaks import MOMENTS
 from megatron_fused_ce.plan.setting import Setting
 from megatron_fused_ce.plan.static import parameters
-from megatron_fused_ce.planner import MIB
 
 GIB = 2**30
 #: By name. GiB are of one GPU; "the flag" is the one that the first sentence names.
@@ -102,7 +101,6 @@ class Result:
     judged: Judged
     #: the same with the most that bounded arguments add
     most: Advice | None = None
-    others: tuple[StockPath, ...] = ()
     launch: TrainingLaunch | None = None
     #: whether the launch has the flag already
     has_flag: bool = False

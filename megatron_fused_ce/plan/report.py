@@ -69,7 +69,6 @@ def _way(way: Way) -> dict[str, Any]:
     return {
         "flags": way.head.flags,
         "plan": way.head.words,
-        "relative_time_of_the_head": way.head.relative_time,
         "head": way.head.peak,
         "peak": way.peak,
         "bound": way.estimate.bound.name,
@@ -160,19 +159,17 @@ def _ways_table(result: Result, explain: bool) -> Table:
 
 def _static_table(setting: Setting) -> Table:
     """Table of each stage's weights, gradients and optimizer, with bytes a parameter."""
-    optimizer, parallel = setting.training.optimizer, setting.parallel
-    shards = parallel.shards if optimizer.sharding != "none" else 1
-    whole = shards if optimizer.sharding == "full" else 1
-    over = _over(shards)
-    if setting.model.mixture and optimizer.sharding != "none":
+    training, parallel = setting.training, setting.parallel
+    over = _over(parallel.shards if training.distributed_optimizer else 1)
+    if setting.model.mixture and training.distributed_optimizer:
         over += f"; experts{_over(parallel.expert_shards) or ' whole'}"
     table = _table(
         "Held all the time, GiB a GPU (bytes a parameter)",
         "stage",
         "parameters",
-        f"weights ({setting.itemsize}{_over(whole)})",
-        f"gradients ({optimizer.gradient_bytes}{_over(whole)})",
-        f"optimizer ({optimizer.state_bytes:g}{over})",
+        f"weights ({setting.itemsize})",
+        f"gradients ({training.gradient_bytes})",
+        f"optimizer ({training.state_bytes:g}{over})",
         "sum",
     )
     all_stages = [static(setting, stage) for stage in stages(setting)]

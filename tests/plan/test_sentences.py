@@ -24,7 +24,7 @@ WHOLE = "--model qwen2.5-14b --gpus 8 --seq-length 8192"
 DIVIDED = f"{WHOLE} --tp 4 --sequence-parallel"
 BUDGET = "--model llama-3-8b --gpus 8 --tp 4 --sequence-parallel --seq-length 32768 --fused-ce-memory-mb"
 #: The step is the peak; and weight gradients in bf16, which the flag sums in fp32, with few tokens.
-STEP = "--model llama-3-8b --gpus 8 --seq-length 512 --adam foreach --gpu h200"
+STEP = "--model llama-3-8b --gpus 2 --seq-length 512 --gpu-memory 400 --grad-reduce-in-bf16"
 SHORT = "--model llama-3-8b --gpus 8 --seq-length 1024 --grad-reduce-in-bf16 --cross-entropy-loss-fusion"
 SHORT += " --cross-entropy-fusion-impl te --gpu h200"
 LAUNCH = f"--from-launch '{MODELS['llama-3.2-1b'].arguments} --seq-length 4096 --bf16 {{}}' --gpus 4"

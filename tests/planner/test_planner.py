@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_fused_ce import FusedCEConfig, planner
+from megatron_fused_ce import FusedCEConfig, head_bytes, planner
+from megatron_fused_ce.head_bytes import PlanInputs
 from megatron_fused_ce.kernels import scaled_exp
-from megatron_fused_ce.planner import PlanInputs, alternatives, plan
+from megatron_fused_ce.planner import alternatives, plan
 from megatron_fused_ce.scripts.dev.figures_plan import chunk_by_chunk
 from megatron_fused_ce.scripts.lib import results as committed_results
 
@@ -169,6 +170,24 @@ SP4 = {"tp_size": 4, "num_parts": 4}
         (small(0.99, device="cpu"), "grad_in_forward", 4, 4096, 0, "store needs"),
         (small(0.99, strategy="grad_in_forward"), "grad_in_forward", 2, 8192, 0, "waits for the host"),
         (small(0.01, strategy="grad_in_forward", device="cpu"), "grad_in_forward", 4, 4096, 0, "by name"),
+        # grad_weight at once fits with shorter chunks alone.
+        (
+            inputs_of(
+                19892,
+                5,
+                29,
+                tp_size=2,
+                num_parts=2,
+                device="H200",
+                wgrad_accumulator="low_main_grad",
+                memory_mb=66,
+            ),
+            "store",
+            20,
+            1024,
+            20,
+            "budget of 66 MiB",
+        ),
         # A device that nobody measured.
         (llama(32768, device="Other"), "grad_in_forward", 8, 4096, 0, "store needs"),
     ],
@@ -227,9 +246,9 @@ def test_blocks_of_columns(inputs, block_columns):
 )
 def test_a_hopper_is_known_by_a_word_of_its_name(device, expected):
     inputs = inputs_of(1, 1, 1, device=device)
-    assert inputs.longest_chunk("store") == 8192
+    assert planner.longest_chunk(inputs, "store") == 8192
     for strategy in ("recompute", "mixed", "grad_in_forward"):
-        assert inputs.longest_chunk(strategy) == expected
+        assert planner.longest_chunk(inputs, strategy) == expected
 
 
 SKIPS = {"skip_zero_upstream": True}
@@ -394,7 +413,7 @@ def heads(draw) -> PlanInputs:
         dtype=draw(st.sampled_from(["bfloat16", "bfloat16", "float16", "float32"])),
         num_parts=num_parts,
         tp_size=tp_size,
-        wgrad_accumulator=draw(st.sampled_from(planner.WGRAD_ACCUMULATORS)),
+        wgrad_accumulator=draw(st.sampled_from(head_bytes.WGRAD_ACCUMULATORS)),
         token_weights_known=draw(st.booleans()),
         **draw(st.sampled_from([{}, {"saves_logits": True}, {"logits_backend": "gemm_rows"}])),
         device=draw(st.sampled_from(["NVIDIA H200", "NVIDIA H200", "cpu", "Other"])),
@@ -450,7 +469,7 @@ def test_within_the_budget_wherever_anything_fits(inputs, memory_mb):
     for strategy in (
         "store",
         "recompute",
-        *(["grad_in_forward"] if inputs.token_weights_known and not inputs.shows_the_wait else []),
+        *(["grad_in_forward"] if inputs.token_weights_known and not planner.shows_the_wait(inputs) else []),
     ):
         # The others are never cut shorter than is fast, whatever a few rows or a frozen weight would save.
         for size in sizes if strategy == "recompute" else {1024, 8192, max(256, inputs.num_tokens)}:
@@ -473,7 +492,7 @@ def test_no_strategy_by_name_is_faster(inputs, memory_mb):
     for strategy in (
         "store",
         "recompute",
-        *(["grad_in_forward"] if inputs.token_weights_known and not inputs.shows_the_wait else []),
+        *(["grad_in_forward"] if inputs.token_weights_known and not planner.shows_the_wait(inputs) else []),
     ):
         try:
             named = plan(changed(inputs, memory_mb=memory_mb, strategy=strategy))
@@ -496,7 +515,7 @@ def test_one_answer(inputs, memory_mb):
 @given(heads())
 def test_no_budget_is_what_grad_in_forward_needs(inputs):
     chosen = plan(inputs)
-    may_differentiate = inputs.token_weights_known and not inputs.shows_the_wait
+    may_differentiate = inputs.token_weights_known and not planner.shows_the_wait(inputs)
     grad_in_forward = plan(changed(inputs, strategy="grad_in_forward"))
     if "cannot be met" in chosen.why:
         # A few tokens or rows, whose hidden states outweigh their logits: they wait for the backward.
@@ -512,7 +531,7 @@ def test_no_budget_is_what_grad_in_forward_needs(inputs):
 def test_chunks_no_longer_than_the_table(inputs, memory_mb):
     """But for one chunk of all tokens where that saves the fp32 sum of grad_weight."""
     chosen = plan(changed(inputs, memory_mb=memory_mb))
-    longest = inputs.longest_chunk(chosen.strategy)
+    longest = planner.longest_chunk(inputs, chosen.strategy)
     if chosen.capacity > longest:
         assert chosen.count == 1 and inputs.wgrad_accumulator == "returned"
         assert chosen.memory.grad_weight_sum == 0
@@ -674,7 +693,7 @@ def test_inputs_that_do_not_fit(field, value, words):
 
 def test_its_sizes_are_those_of_the_kernels():
     """Which it cannot import: it answers without torch and triton."""
-    assert scaled_exp.TILING.block_n == planner.TILE_COLUMNS
+    assert scaled_exp.TILING.block_n == head_bytes.TILE_COLUMNS
 
 
 def test_no_size_is_the_reason_against_its_equal():
@@ -703,4 +722,4 @@ def test_no_size_is_the_reason_against_its_equal():
     ],
 )
 def test_sizes_in_words(num_bytes, words):
-    assert planner.size_in_words(num_bytes) == words
+    assert head_bytes.size_in_words(num_bytes) == words
