@@ -59,6 +59,7 @@ CONDITIONS: dict[str, Callable[[Any], bool]] = {
     "no dropout": lambda given: not given.hidden_dropout,
     "no rotary": lambda given: given.position_embedding_type in ("learned_absolute", "none"),
     "no context parallelism": lambda given: given.context_parallel_size == 1,
+    "one stage": lambda given: given.pipeline_model_parallel_size == 1,
     "no virtual stages": lambda given: (
         (given.num_layers_per_virtual_pipeline_stage or given.num_virtual_stages_per_pipeline_rank) is None
     ),

@@ -243,7 +243,8 @@ def _versions(given: argparse.Namespace, launch: TrainingLaunch | None) -> tuple
         for folder in Path(given.from_launch).resolve().parents:
             info = folder / "megatron" / "core" / "package_info.py"
             if info.is_file():
-                return (".".join(re.findall(r"^M\w+ = (\d+)", info.read_text(), re.MULTILINE)),)
+                numbers = re.findall(r"^(?:M|PATCH)\w* = (\d+)", info.read_text(), re.MULTILINE)
+                return (".".join(numbers),)
     return closed_world.versions()
 
 

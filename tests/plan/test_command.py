@@ -181,6 +181,10 @@ PLAIN = "may change memory and is not counted"
         ("--cp-comm-type a2a --context-parallel-size 2", f"--cp-comm-type {PLAIN}"),
         ("--window-size 128,0", ""),
         ("--window-size 128,0 --attention-backend unfused", f"--window-size {PLAIN}"),
+        ("--no-pad-vocab-size", f"--no-pad-vocab-size {PLAIN}"),
+        ("--position-embedding-type mrope", "--position-embedding-type mrope is not counted"),
+        ("--step-batch-size-schedule 0:8", ""),
+        ("--step-batch-size-schedule 0:8 --pp 2", f"--step-batch-size-schedule {PLAIN}"),
         ("--use-checkpoint-args", f"--use-checkpoint-args {PLAIN}"),
         ("--cuda-graph-impl local", f"--cuda-graph-impl {PLAIN}"),
         ("--kv-channels 512", "heads of 512"),
@@ -339,9 +343,16 @@ def test_a_strategy_beyond_the_budget_says_so(capsys):
 
 
 @pytest.mark.parametrize(
-    ("version", "row"), [("0.16", "Transformer Engine "), ("0.19", "refused"), ("", "(to 0.17)")]
+    ("version", "row"),
+    [
+        ("0.16.1", "Engine  "),
+        ("0.18.0", "Engine  "),
+        ("0.18.2", "refused"),
+        ("0.19.0", "refused"),
+        ("", "(to 0.18.0)"),
+    ],
 )
-def test_transformer_engines_loss_is_refused_from_018_on(version, row, tmp_path, capsys):
+def test_transformer_engines_loss_is_refused_after_0180(version, row, tmp_path, capsys):
     """As a log's arguments say, or the checkout that a script lies in; where neither says, both are."""
     script = tmp_path / "examples" / "train.sh"
     script.parent.mkdir()
@@ -349,10 +360,10 @@ def test_transformer_engines_loss_is_refused_from_018_on(version, row, tmp_path,
     if version:
         info = tmp_path / "megatron" / "core" / "package_info.py"
         info.parent.mkdir(parents=True)
-        info.write_text(f"MAJOR = 0\nMINOR = {version[2:]}\n")
+        info.write_text("MAJOR = 0\nMINOR = {1}\nPATCH = {2}\n".format(*version.split(".")))
     assert command.main(["--from-launch", str(script)]) == 0
     (line,) = (line for line in capsys.readouterr().out.splitlines() if "Transformer Engine" in line)
-    assert row in line and ("refused" in line) == (version == "0.19")
+    assert row in line and ("refused" in line) == (version > "0.18.0")
 
 
 @pytest.mark.parametrize(
