@@ -6,7 +6,7 @@ the loss; ``peaks`` adds them up, moment by moment. ``named_models``, ``megatron
 and ``launch_script`` turn names, Megatron's arguments, logs and shell scripts into a setting;
 ``closed_world`` says what of a launch is not counted; ``advice`` compares the ways, ``answer`` has every
 sentence that is said;
-``report`` and ``plot`` show the result, and ``command`` is ``python -m megatron_fused_ce plan``.
+``report`` shows the result, and ``command`` is ``python -m megatron_fused_ce plan``.
 
 Letters as in the package, and ``t`` ranks of the tensor-parallel group, ``p`` the same with sequence
 parallelism and 1 without, ``e`` bytes of a hidden state.

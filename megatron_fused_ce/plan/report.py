@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 WIDTH = 100
 #: The moments of a step (peaks.MOMENTS), in short.
 PLACES = {"head": "the loss", "layers": "a layer", "step": "the optimizer"}
-#: The last version that takes Transformer Engine's loss (megatron/training/arguments.py of 0.18.2 refuses it).
+#: The last version that takes Transformer Engine's loss (0.18.2's megatron/training/arguments.py refuses it).
 LAST_WITH_TE = "0.18.0"
 #: What a verdict is called in a table.
 VERDICTS = {"fits": "yes", "tight": "tight", "does not fit": "no", "over budget": "refused"}
