@@ -189,8 +189,7 @@ def plan(inputs: PlanInputs) -> Plan:
         return _by_name(inputs)
     budget = budget_bytes(inputs)
     chosen = _fastest(inputs, budget) or min(
-        _options(inputs, budget),
-        key=lambda option: (option.predicted_peak_bytes, option.relative_time),
+        _options(inputs, budget), key=lambda option: (option.predicted_peak_bytes, option.relative_time)
     )
     return replace(chosen, chosen_for=inputs)
 

@@ -47,10 +47,7 @@ SENTENCES = {
     "measured before": "The run in the log, without these changes, peaked at {measured} GiB (Megatron's max "
     "allocated, the largest rank's).",
     # With --explain.
-    "place": "Memory is highest {place}, with and without the flag.",
     "places": "Memory is highest {before} without the flag, {after} with it.",
-    "place of no loss": "Memory is highest {place}, with and without the flag: no loss can lower it.",
-    "more": "The flag takes {more} GiB more: an fp32 sum of the output layer's weight gradient.",
     "times": "On an H200 this head took {flag} ms with the flag, {now} without ({source}).",
     "how": "The flag would run as {words}.",
     "longest": "Longest sequence that fits, all else as asked: {before} without the flag, {after} with it.",
@@ -62,11 +59,7 @@ SENTENCES = {
 #: Before the first sentence, where the log says so.
 DIED = "The run ended out of memory. "
 #: Megatron's own losses, for people.
-LOSSES = {
-    "unfused": "Megatron, unfused",
-    "native": "Megatron, native fusion",
-    "te": "Transformer Engine",
-}
+LOSSES = {"unfused": "Megatron, unfused", "native": "Megatron, native fusion", "te": "Transformer Engine"}
 #: ms of the output layer and its loss on an H200 at (T, H, V) of one rank, bf16, forward and backward, and of
 #: the flag's in the last place: 2026-11-21-h200-reach-llama3-8b.json.
 MEASURED_AT = (8192, 4096, 128256)
@@ -224,13 +217,8 @@ def _why(result: Result) -> Iterator[Said]:
     advice = result.advice
     before, after = advice.baseline, advice.recommended
     if not result.doubts:
-        places = [way.estimate.bound.name for way in (before, after)]
-        if places[0] == places[1]:
-            yield say("place" if places[0] == "head" else "place of no loss", place=MOMENTS[places[0]])
-        else:
-            yield say("places", before=MOMENTS[places[0]], after=MOMENTS[places[1]])
-        if -advice.saved > 0.01 * before.peak:
-            yield say("more", more=gib(-advice.saved))
+        before_at, after_at = (MOMENTS[way.estimate.bound.name] for way in (before, after))
+        yield say("places", before=before_at, after=after_at)
         if before.longest or after.longest:
             yield say("longest", before=tokens(before.longest), after=tokens(after.longest))
     yield say("how", words=after.head.words)

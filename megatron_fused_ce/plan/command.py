@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,6 +44,7 @@ python -m megatron_fused_ce plan --from-launch "pretrain_gpt.py --num-layers 32 
 """
 
 
+@cache
 def _parser(own: bool) -> Parser:
     """The parser of the command line, or only of a launch's arguments."""
     parser = Parser("python -m megatron_fused_ce plan", HELP, add_help=own)

@@ -86,12 +86,7 @@ def stock_head(setting: Setting, name: str) -> HeadMemory:
 
 
 def plugin_head(
-    setting: Setting,
-    device: str,
-    strategy: str,
-    *,
-    exp_serves: bool,
-    memory_mb: int | None = None,
+    setting: Setting, device: str, strategy: str, *, exp_serves: bool, memory_mb: int | None = None
 ) -> HeadMemory:
     """One strategy, as a launch with these flags would plan it.
 

@@ -293,11 +293,7 @@ def _latent(given: argparse.Namespace) -> Latent | None:
     if not given.multi_latent_attention:
         return None
     return Latent(
-        given.q_lora_rank,
-        given.kv_lora_rank,
-        given.qk_head_dim,
-        given.qk_pos_emb_head_dim,
-        given.v_head_dim,
+        given.q_lora_rank, given.kv_lora_rank, given.qk_head_dim, given.qk_pos_emb_head_dim, given.v_head_dim
     )
 
 
@@ -408,9 +404,7 @@ def _recompute(given: argparse.Namespace) -> Recompute:
         return Recompute()
     if granularity == "full":
         return Recompute(
-            full=True,
-            num_layers=given.recompute_num_layers,
-            block=given.recompute_method == "block",
+            full=True, num_layers=given.recompute_num_layers, block=given.recompute_method == "block"
         )
     return Recompute(modules=tuple(given.recompute_modules or ("core_attn",)))
 

@@ -414,7 +414,7 @@ MODEL = "--model llama-3-8b --seq-length 8192"
         (f"--from-launch '{TINY}' --set X=1", "arguments in quotes have none"),
         (f"{MODEL} --pp 2 --pipeline-model-parallel-layout 'Et|tL'", "2 layers in 2 parts; there"),
         (f"{MODEL} --pipeline-model-parallel-layout Et*9x", "'Et*9x' is no layout such as Et*3"),
-        (f"--from-launch 'torchrun --nproc-per-node gpu x.py {TINY}'", "no number of ranks: give --gpus"),
+        (f"--from-launch 'torchrun --nproc-per-node gpu x.py {TINY}'", "no number of ranks: give --gpus")
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line_and_status_2(words, said, capsys, tmp_path, monkeypatch):

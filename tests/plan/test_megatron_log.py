@@ -176,7 +176,7 @@ NONE = "No verdict: "
         ({"consumed_train_samples": 512, "lr": 1e-3, "seed": 1}, "", "It fits either way"),
         ({"cp_comm_type": "['p2p']", "inference_cuda_graph_scope": "GraphScope.none"}, "", "It fits"),
         ({"eval_micro_batch_size": 1, "encoder_num_layers": 40, "encoder_seq_length": 8192}, "", "It fits"),
-        ({"eval_micro_batch_size": 8}, "", f"{NONE}--eval-micro-batch-size may change memory and is not"),
+        ({"eval_micro_batch_size": 8}, "", f"{NONE}--eval-micro-batch-size may change memory and is not")
     ],
 )  # fmt: skip
 def test_the_first_line_of_a_log(more, behind, first, tmp_path):
