@@ -92,12 +92,6 @@ class DecoderSizes:
     state_space: StateSpace | None = None
 
     def __post_init__(self) -> None:
-        for name in (
-            *("num_layers", "hidden_size", "num_attention_heads", "vocab_size"),
-            *("ffn_hidden_size", "num_query_groups", "head_dim"),
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
         if self.num_attention_heads % self.num_query_groups:
             raise ValueError(
                 f"{self.num_attention_heads} attention heads cannot be divided into "

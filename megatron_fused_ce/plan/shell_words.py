@@ -395,10 +395,12 @@ class Reader:
         outside = self._prefix
         for place, word in enumerate(words):
             if word.rpartition("/")[2] in _SHELLS:
-                option, *others = [*words[place + 1 :], ""]
-                inner = others[0] if re.fullmatch(r"-\w*c", option) else "" if option else text
+                option, *others = words[place + 1 :] or [""]
+                quoted = re.fullmatch(r"-\w*c", option)
+                inner = "".join(others[:1]) if quoted else text if option in ("", "-s") else ""
                 if inner:
-                    self.values["@"] = others[2:-1]  # behind a name
+                    name, others = ("".join(others[1:2]), others[2:]) if quoted else (word, others)
+                    self.values |= {"0": name, "@": others[others[:1] == ["--"] :]}
                     self._prefix = [*outside, *words[:place]]
                     status = self.read(inner)
                     self._prefix = outside
@@ -557,7 +559,7 @@ class Reader:
     def _lookup(self, name: str, every: bool) -> list[str] | None:
         """None for a variable that nothing sets."""
         arguments = self.values.get("@")
-        if name in ("@", "*", "#") or name.isdigit():
+        if name in ("@", "*", "#") or (name.isdigit() and name != "0"):
             if arguments is None:
                 given = self.given.get(name)
                 return shlex.split(given) if given is not None else [] if name in "@*" else None
