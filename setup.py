@@ -65,9 +65,9 @@ setup(
         "triton>=3.2; platform_system == 'Linux'",
     ],
     extras_require={
-        # Tables and the picture of `python -m megatron_fused_ce plan`, which --json does without; and the
+        # Tables of `python -m megatron_fused_ce plan`, which --json does without; and the
         # parser of bash that reads launch scripts (--from-launch FILE), so that this project has none.
-        "plan": ["rich>=13", "matplotlib>=3.8", "tree-sitter>=0.25", "tree-sitter-bash>=0.25"],
+        "plan": ["rich>=13", "tree-sitter>=0.25", "tree-sitter-bash>=0.25"],
         # `compare`, `memory` and `sweep`; tensorboard reads its folders for `compare`.
         "tools": ["rich>=13", "matplotlib>=3.8", "tensorboard>=2.12"],
     },

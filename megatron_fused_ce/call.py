@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fused_ce import autocast, planner
+from megatron_fused_ce import autocast, head_bytes, planner
 from megatron_fused_ce.chunking import Chunk
 from megatron_fused_ce.config import FusedCEConfig, why_no_config
 from megatron_fused_ce.host_copy import HostCopy
@@ -486,7 +486,7 @@ class _LocalView(NamedTuple):
         facts = {
             "device": _DEVICES.index(device_in_plans(call.hidden.device)),
             # Index, cheapest first, so that MAX over ranks is safe; "none" is so on all ranks or on none.
-            "wgrad_accumulator": planner.WGRAD_ACCUMULATORS.index(accumulator),
+            "wgrad_accumulator": head_bytes.WGRAD_ACCUMULATORS.index(accumulator),
             "without_scaled_exp": int(bool(here)),
         }
         return _LocalView(None, head, None, choice, facts)
@@ -582,7 +582,7 @@ def _plan(
     in_forward = call.hidden.dtype != torch.float16 or (bound is not None and bound <= 1 + 1e-6)
     if config.strategy == "grad_in_forward" and not in_forward:
         config = replace(config, strategy="auto")
-    inputs = planner.PlanInputs(
+    inputs = head_bytes.PlanInputs(
         config=config,
         num_tokens=call.hidden.shape[:-1].numel() * comm.num_parts,
         hidden_size=call.hidden.shape[-1],
@@ -591,7 +591,7 @@ def _plan(
         dtype=str(call.hidden.dtype).removeprefix("torch."),
         num_parts=comm.num_parts,
         tp_size=comm.size,
-        wgrad_accumulator=planner.WGRAD_ACCUMULATORS[settled.facts["wgrad_accumulator"]],
+        wgrad_accumulator=head_bytes.WGRAD_ACCUMULATORS[settled.facts["wgrad_accumulator"]],
         token_weights_known=in_forward
         and call.token_weights is not None
         and not (call.differentiable or config.skip_zero_upstream or call.later is not None),

@@ -105,7 +105,7 @@ class Later:
 
 
 def kind_of(open_grad_weight: OpenGradWeight) -> str:
-    """Name in ``planner.WGRAD_ACCUMULATORS``, for the memory plan: the function's attribute ``kind``."""
+    """Name in ``head_bytes.WGRAD_ACCUMULATORS``, for the memory plan: the function's attribute ``kind``."""
     return str(getattr(open_grad_weight, "kind", "returned"))
 
 

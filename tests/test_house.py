@@ -105,12 +105,12 @@ def test_only_the_front_doors_read_command_lines():
 
 def test_the_planner_knows_numbers_only():
     """It answers for GPUs that are not there, on machines without torch."""
-    planner = imports(PACKAGE / "planner.py")
+    planner = imports(PACKAGE / "planner.py") | imports(PACKAGE / "head_bytes.py")
     ours = {name.split(".")[1] for name in planner if name.startswith("megatron_fused_ce.")}
-    assert ours == {"chunking", "config", "kernels"}  # of the last, numbers alone
+    assert ours == {"chunking", "config", "head_bytes", "kernels"}  # of the last, numbers alone
     assert all(".kernels.sizes." in name for name in planner if ".kernels" in name)
     assert not imports(ROOT / "kernels" / "sizes.py")
-    assert not {"planner", "chunking", "config"} & rooms_that_import("torch")
+    assert not {"planner", "head_bytes", "chunking", "config"} & rooms_that_import("torch")
 
 
 def test_the_plan_knows_numbers_only():
@@ -123,6 +123,7 @@ def test_the_plan_knows_numbers_only():
         "plan",
         "command_line",
         "config",
+        "head_bytes",
         "planner",
         "adapter",
     }  # of the last, its flags
@@ -137,7 +138,7 @@ def test_the_plan_knows_numbers_only():
 #: The rooms of the head, from the lowest: each imports those before it alone.
 FLOORS = (
     ("kernels", "config", "phases", "versions", "chunking", "host_copy", "autocast"),
-    ("loss",),
+    ("loss", "head_bytes"),
     ("planner", "parallel"),
     ("masked_tokens", "validation"),
     ("logits", "promise", "scaling"),

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from megatron_fused_ce.config import STRATEGY_CHOICES
-from megatron_fused_ce.plan import heads
-from megatron_fused_ce.plan.heads import HeadMemory, StockPath
+from megatron_fused_ce.head_bytes import MIB
+from megatron_fused_ce.plan.heads import STOCK_PATHS, HeadMemory, plugin_head, stock_head
 from megatron_fused_ce.plan.peaks import Estimate, estimate
 from megatron_fused_ce.plan.setting import Setting
-from megatron_fused_ce.planner import MIB
 
 #: Sequences are searched in multiples of this many tokens and of the ranks that divide them, up to
 #: :data:`LONGEST`.
@@ -107,44 +106,20 @@ class Advice:
         return "use" if self.saved >= WORTH * self.baseline.peak else "either"
 
 
-def advise(
-    setting: Setting, gpu: Gpu, baseline: str = "unfused", others: tuple[StockPath, ...] = ()
-) -> Advice:
-    """Compare all ways of computing the loss.
-
-    Args:
-        baseline: name of the path that the launch has without the flag.
-        others: other programs' paths, by their bytes a logit.
+def advise(setting: Setting, gpu: Gpu, baseline: str = "unfused") -> Advice:
+    """Compare all ways of computing the loss; ``baseline``: the path that the launch has without the flag.
 
     Raises:
         ValueError: the strategy that the launch asks for does not fit the launch's budget.
     """
-    stock = [stock_way(setting, gpu, head.name, others) for head in heads.stock_heads(setting, others)]
+    stock = {name: _way(setting, gpu, partial(stock_head, name=name)) for name in STOCK_PATHS}
     ours = [_plugin_way(setting, gpu, strategy) for strategy in STRATEGY_CHOICES]
-    ways = (*stock, *ours)
-    recommended = recommended_way(setting, gpu)
-    return Advice(
-        gpu,
-        ways,
-        next(way for way in stock if way.head.name == baseline),
-        recommended,
-    )
-
-
-def stock_way(setting: Setting, gpu: Gpu, name: str, others: tuple[StockPath, ...] = ()) -> Way:
-    """A path of Megatron's, or one of ``others``, by its name."""
-
-    def make(changed: Setting) -> HeadMemory:
-        return next(head for head in heads.stock_heads(changed, others) if head.name == name)
-
-    return _way(setting, gpu, make)
+    return Advice(gpu, (*stock.values(), *ours), stock[baseline], _recommended(setting, gpu))
 
 
 def _plugin_way(setting: Setting, gpu: Gpu, strategy: str, memory_mb: int | None = None) -> Way:
     def make(changed: Setting) -> HeadMemory:
-        return heads.plugin_head(
-            changed, gpu.device, strategy, exp_serves=gpu.exp_serves, memory_mb=memory_mb
-        )
+        return plugin_head(changed, gpu.device, strategy, exp_serves=gpu.exp_serves, memory_mb=memory_mb)
 
     return _way(setting, gpu, make)
 
@@ -189,27 +164,16 @@ def longest(setting: Setting, gpu: Gpu, make: Callable[[Setting], HeadMemory]) -
     return max(found, asked) if fits(asked) else found
 
 
-def recommended_way(setting: Setting, gpu: Gpu) -> Way:
-    """The launch's own strategy; ``auto`` with a budget if only a smaller head fits.
-
-    Raises:
-        ValueError: the strategy that the launch asks for does not fit the launch's budget.
-    """
+def _recommended(setting: Setting, gpu: Gpu) -> Way:
+    """The launch's own strategy; ``auto`` with a budget if only a smaller head fits."""
     asked = _plugin_way(setting, gpu, setting.training.fused_ce.strategy)
     if asked.head.over_budget:
         raise ValueError(asked.head.over_budget)
     if asked.verdict != "does not fit" or asked.estimate.bound.name != "head":
         return asked
-    smaller = _within(setting, gpu, asked, gpu.usable)
-    return smaller if smaller and smaller.verdict != "does not fit" else asked
-
-
-def _within(setting: Setting, gpu: Gpu, way: Way, peak: int) -> Way | None:
-    """``auto`` with the budget that leaves the head's moment at ``peak``, if it is smaller."""
-    rest = way.estimate.moment("head").total - way.head.peak
-    beside = way.head.peak - way.head.predicted
-    budget = max(1, (peak - rest - beside) // MIB)
-    found = _plugin_way(setting, gpu, "auto", budget)
-    if found.head.predicted > budget * MIB:  # the smallest plan: name a budget that it meets
-        found = _plugin_way(setting, gpu, "auto", -(-found.head.predicted // MIB))
-    return found if found.peak < way.peak else None
+    # The budget that leaves the head's moment at what is usable; the smallest plan may need another.
+    rest = asked.estimate.moment("head").total - asked.head.predicted
+    smaller = _plugin_way(setting, gpu, "auto", max(1, (gpu.usable - rest) // MIB))
+    if smaller.head.missed_budget:
+        smaller = _plugin_way(setting, gpu, "auto", -(-smaller.head.predicted // MIB))
+    return smaller if smaller.verdict != "does not fit" else asked

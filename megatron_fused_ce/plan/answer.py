@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_fused_ce.adapter.arguments import FLAG
+from megatron_fused_ce.head_bytes import MIB
 from megatron_fused_ce.plan.advice import LENGTH_STEP, LONGEST, TIGHT, Advice, Way
 from megatron_fused_ce.plan.closed_world import UNKNOWN, Judged
-from megatron_fused_ce.plan.heads import StockPath
 from megatron_fused_ce.plan.launch_script import TrainingLaunch
 from megatron_fused_ce.plan.peaks import MOMENTS
 from megatron_fused_ce.plan.setting import Setting
 from megatron_fused_ce.plan.static import parameters
-from megatron_fused_ce.planner import MIB
 
 GIB = 2**30
 #: By name. GiB are of one GPU; "the flag" is the one that the first sentence names.
@@ -48,10 +47,7 @@ SENTENCES = {
     "measured before": "The run in the log, without these changes, peaked at {measured} GiB (Megatron's max "
     "allocated, the largest rank's).",
     # With --explain.
-    "place": "Memory is highest {place}, with and without the flag.",
     "places": "Memory is highest {before} without the flag, {after} with it.",
-    "place of no loss": "Memory is highest {place}, with and without the flag: no loss can lower it.",
-    "more": "The flag takes {more} GiB more: an fp32 sum of the output layer's weight gradient.",
     "times": "On an H200 this head took {flag} ms with the flag, {now} without ({source}).",
     "how": "The flag would run as {words}.",
     "longest": "Longest sequence that fits, all else as asked: {before} without the flag, {after} with it.",
@@ -63,11 +59,7 @@ SENTENCES = {
 #: Before the first sentence, where the log says so.
 DIED = "The run ended out of memory. "
 #: Megatron's own losses, for people.
-LOSSES = {
-    "unfused": "Megatron, unfused",
-    "native": "Megatron, native fusion",
-    "te": "Transformer Engine",
-}
+LOSSES = {"unfused": "Megatron, unfused", "native": "Megatron, native fusion", "te": "Transformer Engine"}
 #: ms of the output layer and its loss on an H200 at (T, H, V) of one rank, bf16, forward and backward, and of
 #: the flag's in the last place: 2026-11-21-h200-reach-llama3-8b.json.
 MEASURED_AT = (8192, 4096, 128256)
@@ -102,7 +94,6 @@ class Result:
     judged: Judged
     #: the same with the most that bounded arguments add
     most: Advice | None = None
-    others: tuple[StockPath, ...] = ()
     launch: TrainingLaunch | None = None
     #: whether the launch has the flag already
     has_flag: bool = False
@@ -226,13 +217,8 @@ def _why(result: Result) -> Iterator[Said]:
     advice = result.advice
     before, after = advice.baseline, advice.recommended
     if not result.doubts:
-        places = [way.estimate.bound.name for way in (before, after)]
-        if places[0] == places[1]:
-            yield say("place" if places[0] == "head" else "place of no loss", place=MOMENTS[places[0]])
-        else:
-            yield say("places", before=MOMENTS[places[0]], after=MOMENTS[places[1]])
-        if -advice.saved > 0.01 * before.peak:
-            yield say("more", more=gib(-advice.saved))
+        before_at, after_at = (MOMENTS[way.estimate.bound.name] for way in (before, after))
+        yield say("places", before=before_at, after=after_at)
         if before.longest or after.longest:
             yield say("longest", before=tokens(before.longest), after=tokens(after.longest))
     yield say("how", words=after.head.words)

@@ -29,8 +29,21 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron_fused_ce.plan.megatron_arguments import flash_attention
 from megatron_fused_ce.plan.setting import Setting
+
+
+def flash_attention(given: Any) -> bool:
+    """Whether attention keeps no scores."""
+    engine = given.transformer_impl == "transformer_engine"
+    return (engine or given.use_flash_attn) and given.attention_backend not in ("unfused", "local")
+
+
+def _fuses_softmax(given: Any) -> bool:
+    """Whether Megatron's own attention takes its kernel (core/fusions/fused_softmax.py), softmax in fp32."""
+    rows = given.num_attention_heads // given.tensor_model_parallel_size * given.micro_batch_size
+    fits = 16 < given.seq_length <= 16384 and given.seq_length % 4 == 0 == rows % 4
+    return bool(given.transformer_impl == "local" and (given.bf16 or given.fp16) and fits)
+
 
 FILE = Path(__file__).with_name("arguments.tsv")
 #: Programs that train what a plan counts.
@@ -39,13 +52,14 @@ PROGRAMS = ("pretrain_gpt.py", "pretrain_mamba.py", "pretrain_hybrid.py")
 CONDITIONS: dict[str, Callable[[Any], bool]] = {
     "engine": lambda given: given.transformer_impl == "transformer_engine",
     "flash": flash_attention,
-    "fused softmax": lambda given: _fuses_softmax(given),
+    "fused softmax": _fuses_softmax,
     "gated": lambda given: given.swiglu,
     "not gated": lambda given: not given.swiglu,
     "no bias": lambda given: not given.add_bias_linear,
     "no dropout": lambda given: not given.hidden_dropout,
     "no rotary": lambda given: given.position_embedding_type in ("learned_absolute", "none"),
     "no context parallelism": lambda given: given.context_parallel_size == 1,
+    "one stage": lambda given: given.pipeline_model_parallel_size == 1,
     "no virtual stages": lambda given: (
         (given.num_layers_per_virtual_pipeline_stage or given.num_virtual_stages_per_pipeline_rank) is None
     ),
@@ -62,13 +76,12 @@ UNKNOWN, MOST_NAMES = " may change memory and is not counted", 2
 MOST_LOAD = 2
 #: Bytes a parameter that a resumed run may keep of the moments that it loaded.
 LOADED_BYTES = 8
-
-
-def _fuses_softmax(given: Any) -> bool:
-    """Whether Megatron's own attention takes its kernel (core/fusions/fused_softmax.py), softmax in fp32."""
-    rows = given.num_attention_heads // given.tensor_model_parallel_size * given.micro_batch_size
-    fits = 16 < given.seq_length <= 16384 and given.seq_length % 4 == 0 == rows % 4
-    return bool(given.transformer_impl == "local" and (given.bf16 or given.fp16) and fits)
+#: The bits of NVTE_FLASH_ATTN, NVTE_FUSED_ATTN and NVTE_UNFUSED_ATTN that a backend sets; Megatron stops
+#: where the environment has another (core/models/common/language_module/language_module.py).
+_BITS = {"local": "000", "flash": "100", "fused": "010", "unfused": "001", "auto": "111"}
+_BIT_NAMES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
+#: Other variables of Transformer Engine that change no tensor: which algorithms, on how many SMs.
+_HARMLESS = re.compile("NVTE_(ALLOW_NONDETERMINISTIC_ALGO|(FWD|BWD)_LAYERNORM_SM_MARGIN|DEBUG.*)")
 
 
 @dataclass(frozen=True)
@@ -81,6 +94,11 @@ class Argument:
     defaults: tuple[str, ...]
     which: str
     why: str
+
+    @property
+    def default(self) -> str:
+        """Of the newest version that has the argument."""
+        return next(value for value in reversed(self.defaults) if value != ".")
 
     def is_default(self, value: str) -> bool:
         return any(_plain(value) == _plain(default) for default in self.defaults if default != ".")
@@ -218,13 +236,23 @@ def judge(values: Mapping[str, str], given: Any, known: Collection[str], *, logg
     return judged
 
 
+def of_environment(values: Mapping[str, str], given: Any) -> dict[str, str]:
+    """What of Transformer Engine's variables is not counted, and a clause that says so."""
+    bits = dict(zip(_BIT_NAMES, _BITS.get(given.attention_backend, "???"), strict=True))
+    return {
+        name: f"{name}={value} in the environment is not counted"
+        for name, value in values.items()
+        if name.startswith("NVTE_") and not _HARMLESS.fullmatch(name) and value != bits.get(name)
+    }
+
+
 def _class_of(argument: Argument, value: str, given: Any, logged: bool, judged: Judged) -> None:
     which, _, rest = argument.which.partition(" ")
     words = f"{argument.option} {value}" if "v" in argument.options.values() else argument.option
     if which == "counted" and rest and not any(map(_plain(value).startswith, rest.lower().split())):
         judged.uncounted[argument.option] = f"{words} is not counted"
     elif which == "bounded":
-        if not (given.use_distributed_optimizer or given.sharding):
+        if not given.use_distributed_optimizer:
             judged.bounded[argument.option] = argument.why
     elif (
         which == "-"
@@ -247,7 +275,5 @@ def most(setting: Setting, bounded: Collection[str]) -> Setting:
     if model.mixture and "experts" in bounded:
         model = replace(model, mixture=replace(model.mixture, load=MOST_LOAD))
     if set(bounded) - {"experts"}:
-        optimizer = training.optimizer
-        optimizer = replace(optimizer, state_bytes=optimizer.state_bytes + LOADED_BYTES)
-        training = replace(training, optimizer=optimizer)
+        training = replace(training, state_bytes=training.state_bytes + LOADED_BYTES)
     return replace(setting, model=model, training=training)

@@ -5,28 +5,21 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron_fused_ce.adapter.arguments import add_arguments
-from megatron_fused_ce.command_line import (
-    Parser,
-    UsageError,
-    command,
-    number,
-    read_text,
-    whole,
-    writable_file,
-)
+from megatron_fused_ce.command_line import Parser, UsageError, command, number, read_text, whole
 from megatron_fused_ce.plan import closed_world, launch_script, megatron_arguments, megatron_log
 from megatron_fused_ce.plan.advice import Gpu, advise
 from megatron_fused_ce.plan.answer import GIB, OFF, Result
 from megatron_fused_ce.plan.closed_world import Judged
-from megatron_fused_ce.plan.heads import StockPath
 from megatron_fused_ce.plan.launch_script import TrainingLaunch
 from megatron_fused_ce.plan.named_models import MODELS, known_name
-from megatron_fused_ce.plan.setting import SHARDINGS, Setting
+from megatron_fused_ce.plan.setting import Setting
 
 #: No machine of today has as much.
 MOST_RANKS, MOST_GIB = 10**6, 10**6
@@ -46,25 +39,20 @@ GPUS = {
 HELP = """Predict what a training holds on a GPU with each way of computing the loss.
 
 python -m megatron_fused_ce plan --model llama-3-8b --gpus 8 --tp 4 --sequence-parallel --seq-length 32768
-python -m megatron_fused_ce plan --from-launch scripts/examples/llama3_8b.sh --plot plan.png
+python -m megatron_fused_ce plan --from-launch scripts/examples/llama3_8b.sh
 python -m megatron_fused_ce plan --from-launch "pretrain_gpt.py --num-layers 32 ..." --gpus 8
 """
 
 
+@cache
 def _parser(own: bool) -> Parser:
     """The parser of the command line, or only of a launch's arguments."""
     parser = Parser("python -m megatron_fused_ce plan", HELP, add_help=own)
     if own:
         _add_own(parser)
-    megatron_arguments.add_model_arguments(parser)
-    megatron_arguments.add_training_arguments(parser)
+    megatron_arguments.add_megatron_arguments(parser)
     add_arguments(parser)
     return parser
-
-
-def _options() -> list[str]:
-    """Names of a launch's arguments that a plan reads."""
-    return [name for action in _parser(own=False)._actions for name in action.option_strings]
 
 
 def _gpu_name(text: str) -> str:
@@ -80,46 +68,21 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--model", metavar="NAME", help=f"one of {', '.join(MODELS)}")
     what.add_argument("--from-log", type=Path, metavar="FILE", help="a log that Megatron wrote")
     what.add_argument(
-        "--from-launch",
-        metavar="FILE|ARGS",
-        help="a launch's shell script, or its arguments in quotes",
+        "--from-launch", metavar="FILE|ARGS", help="a launch's shell script, or its arguments in quotes"
     )
     add = parser.add_argument
-    add(
-        "--set",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="a variable that the script does not set itself; repeatable",
-    )
-    add(
-        "--gpus",
-        type=whole(most=MOST_RANKS),
-        metavar="N",
-        help="of the whole run [the launch's, or the fewest]",
-    )
+    add("--set", action="append", default=[], metavar="NAME=VALUE",
+        help="a variable that the script does not set itself; repeatable")  # fmt: skip
+    add("--gpus", type=whole(most=MOST_RANKS), metavar="N",
+        help="of the whole run [the launch's, or the fewest]")  # fmt: skip
     add("--ignore", action="append", default=[], metavar="NAME",
-        help="an argument, without dashes, or a program that you vouch for; repeatable")  # fmt: skip
+        help="an argument or a program that you vouch for, with dashes or without; repeatable")  # fmt: skip
     add("--gpu", type=_gpu_name, metavar="NAME",
         help=f"{', '.join(GPUS)} [{next(iter(GPUS))}]; a log does not say it")  # fmt: skip
-    add(
-        "--gpu-memory",
-        type=number(above=True, most=MOST_GIB),
-        metavar="GIB",
-        help="of one GPU, where it has another size",
-    )
+    add("--gpu-memory", type=number(above=True, most=MOST_GIB), metavar="GIB",
+        help="of one GPU, where it has another size")  # fmt: skip
     add("--overhead", type=number(most=MOST_GIB), default=OVERHEAD_GIB, metavar="GIB",
         help="driver, NCCL and kernels beside torch's allocator [%(default)s]")  # fmt: skip
-    add("--sharding", choices=SHARDINGS,
-        help="what is divided over data-parallel ranks: nothing, the optimizer, or all (FSDP, ZeRO-3)"
-        " [as --use-distributed-optimizer says]")  # fmt: skip
-    add("--bytes-per-parameter", type=number(above=True, most=1024), metavar="B",
-        help="weight, gradient and optimizer together, before sharding")  # fmt: skip
-    add("--adam", choices=("fused", "foreach"), default="fused",
-        help="foreach: torch's, which copies 4 bytes a parameter in its step [%(default)s]")  # fmt: skip
-    add("--logit-bytes", type=number(above=True, most=1024), metavar="B",
-        help="one more way: another program's loss that holds B bytes a logit")  # fmt: skip
-    add("--plot", type=Path, metavar="FILE", help="draw the ways as bars")
     add("--explain", action="store_true", help="say why, with every strategy and the sums of every part")
     add("--json", action="store_true", help="print bytes for programs instead of tables")
 
@@ -127,12 +90,9 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
 @command("plan")
 def main(words: list[str]) -> int:
     """Plan the training that the arguments describe. Exit status 2, with one line, if they cannot be used."""
-    given = _parser(own=True).parse_args(words)
-    if given.plot:
-        writable_file(given.plot)
+    given = _parsed(words)
     try:
-        result = plan_of(words)
-        _output(result, given)
+        _output(plan_of(words), given)
     except BrokenPipeError:
         raise
     except (OSError, ValueError, ImportError) as error:
@@ -156,36 +116,27 @@ def plan_of(words: Sequence[str]) -> Result:
     Raises:
         OSError, ValueError: as :func:`setting_of`.
     """
-    read = _read(words)
-    given, setting, launch = read.given, read.setting, read.launch
+    given, setting, launch, notes, judged = _read(words)
     gpu = _gpu(given)
     baseline = given.cross_entropy_fusion_impl if given.cross_entropy_loss_fusion else "unfused"
-    others: tuple[StockPath, ...] = ()
-    if given.logit_bytes is not None:
-        others = (_other_path(given.logit_bytes),)
-        baseline = others[0].name
-    advice = advise(setting, gpu, baseline, others)
     result = Result(
-        _name(given), setting, advice, read.notes, read.judged, None, others, launch, given.fused_chunked_ce
-    )
-    result = replace(result, planned=result.now.peak, versions=read.versions)
+        _name(given), setting, advise(setting, gpu, baseline), notes, judged, None, launch,
+        given.fused_chunked_ce, versions=_versions(given, launch),
+    )  # fmt: skip
+    result = replace(result, planned=result.now.peak)
     if result.measured and abs(result.planned / result.measured - 1) <= OFF:
         # What was measured leads: every sum is moved by the difference.
         setting = replace(setting, beside=result.measured - result.planned)
-        result = replace(result, setting=setting, advice=advise(setting, gpu, baseline, others))
-    if read.judged.bounded and not result.measured:
-        most = closed_world.most(setting, read.judged.bounded)
-        result = replace(result, most=advise(most, gpu, baseline, others))
+        result = replace(result, setting=setting, advice=advise(setting, gpu, baseline))
+    if judged.bounded and not result.measured:
+        most = closed_world.most(setting, judged.bounded)
+        result = replace(result, most=advise(most, gpu, baseline))
     return result
 
 
 def _name(given: argparse.Namespace) -> str:
-    if given.model:
-        return str(given.model)
-    if given.from_log:
-        return str(given.from_log.name)
-    text = given.from_launch or ""
-    return "the launch" if not text or _is_launch(text) else Path(text).name
+    text = given.model or given.from_log or given.from_launch or ""
+    return "the launch" if not text or _is_launch(str(text)) else Path(text).name
 
 
 def _is_launch(text: str) -> bool:
@@ -193,8 +144,7 @@ def _is_launch(text: str) -> bool:
     return " " in text.strip() or text.startswith("--")
 
 
-@dataclass(frozen=True)
-class _Read:
+class _Read(NamedTuple):
     """A command line and the launch that it names."""
 
     given: argparse.Namespace
@@ -202,13 +152,26 @@ class _Read:
     launch: TrainingLaunch | None
     notes: list[str]
     judged: Judged
-    #: of Megatron, of which it is one
-    versions: tuple[str, ...]
+
+
+def _parsed(words: Sequence[str], before: argparse.Namespace | None = None) -> argparse.Namespace:
+    """The command line, over what a launch says."""
+    joined = re.sub(r"(^|\0)--ignore\0", r"\1--ignore=", "\0".join(words)).split("\0") if words else []
+    parser = _parser(own=True)
+    given, others = parser.parse_known_args(joined, before)
+    if others and (given.from_launch or given.from_log):
+        parser.error(
+            f"{others[0]} is no argument of plan, nor one that it counts: what a launch has belongs in it, "
+            "in quotes or in its script"
+        )
+    if others:
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
+    return given
 
 
 def _read(words: Sequence[str]) -> _Read:
-    first = _parser(own=True).parse_args(words)
-    launch = _launch(first, words)
+    first, own = _parsed(words), _parser(own=False)
+    launch = _launch(first, words, own._actions)
     if launch:
         _ask(launch)
     before = list(launch.arguments) if launch else list(megatron_arguments.USUAL)
@@ -216,16 +179,16 @@ def _read(words: Sequence[str]) -> _Read:
         first.model = known_name(first.model)
         before += MODELS[first.model].arguments.split()
     # The command line comes last, so that its numbers win.
-    own = _parser(own=False)
     known, _ = own.parse_known_args(before)
     as_launched = {name: value for name, value in vars(known).items() if value is not None}
-    given = _parser(own=True).parse_args(words, namespace=known)
+    given = _parsed(words, known)
     given.model = first.model
     judged = _judged(launch, given, own)
+    gpus, notes = given.gpus, []
     if launch:
         same = all(vars(given)[name] == value for name, value in as_launched.items())
-        launch = replace(launch, as_logged=same and given.gpus in (None, launch.gpus))
-    gpus = given.gpus or (launch.gpus if launch else None)
+        launch = replace(launch, as_logged=same and gpus in (None, launch.gpus))
+        gpus, notes = gpus or launch.gpus, list(launch.notes)
     try:
         setting = megatron_arguments.setting_of(given, gpus, launch.program if launch else "")
     except ValueError:
@@ -233,13 +196,10 @@ def _read(words: Sequence[str]) -> _Read:
             raise
         # Of a model that cannot be planned the head still can.
         setting = megatron_arguments.setting_of(megatron_arguments.head_alone(given), gpus)
-    notes = list(launch.notes) if launch else []
-    if launch and not (launch.gpus or given.gpus):
+    if launch and not gpus:
         fewest = f"planned for the fewest that the parallel sizes take, {setting.parallel.gpus}"
         notes.insert(0, f"The number of GPUs is not known, {launch.no_gpus}: {fewest}; or give --gpus.")
-    if launch and "--num-query-groups" in before and not given.group_query_attention:
-        notes.append("--num-query-groups has no effect: Megatron ignores it without --group-query-attention.")
-    return _Read(given, setting, launch, notes, judged, _versions(given, launch))
+    return _Read(given, setting, launch, notes, judged)
 
 
 def _judged(launch: TrainingLaunch | None, given: argparse.Namespace, own: Parser) -> Judged:
@@ -251,6 +211,7 @@ def _judged(launch: TrainingLaunch | None, given: argparse.Namespace, own: Parse
     values = launch.logged if launch.logged is not None else closed_world.stated(launch.arguments)
     judged = closed_world.judge(values, given, ours, logged=logged)
     uncounted = judged.uncounted | megatron_arguments.unsure(given)
+    uncounted |= {**closed_world.of_environment(launch.environment, given), **launch.doubts}
     program = launch.program.rpartition("/")[2]
     if program and program not in closed_world.PROGRAMS:
         uncounted = {program.removeprefix("-m "): f"what {program} trains is not known"} | uncounted
@@ -284,7 +245,8 @@ def _versions(given: argparse.Namespace, launch: TrainingLaunch | None) -> tuple
         for folder in Path(given.from_launch).resolve().parents:
             info = folder / "megatron" / "core" / "package_info.py"
             if info.is_file():
-                return (".".join(re.findall(r"^M\w+ = (\d+)", info.read_text(), re.MULTILINE)),)
+                numbers = re.findall(r"^(?:M|PATCH)\w* = (\d+)", info.read_text(), re.MULTILINE)
+                return (".".join(numbers),)
     return closed_world.versions()
 
 
@@ -295,48 +257,47 @@ def _one_line(error: Exception) -> str:
                 f"{error.name} is not installed: pip install tree-sitter tree-sitter-bash, or give a log or "
                 "arguments in quotes"
             )
-        return f"{error.name} is not installed: pip install rich matplotlib, or use --json"
+        return f"{error.name} is not installed: pip install rich, or use --json"
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror}"
     return str(error)
 
 
-def _launch(given: argparse.Namespace, words: Sequence[str]) -> TrainingLaunch | None:
-    if given.from_log:
-        text = read_text(given.from_log, MOST_LOG_BYTES, errors="replace")
-        if given.gpu is None and given.gpu_memory is None:
-            raise ValueError(f"a log does not say the GPU: give --gpu, one of {', '.join(GPUS)}")
-        actions = _parser(own=False)._actions
-        try:
-            return megatron_log.of_log(text, actions)
-        except ValueError as error:
-            raise ValueError(f"{given.from_log}: {error}") from None
-    if given.from_launch is None:
+def _launch(
+    given: argparse.Namespace, words: Sequence[str], actions: Sequence[argparse.Action]
+) -> TrainingLaunch | None:
+    file = given.from_log or given.from_launch
+    if file is None:
         return None
-    text, path = given.from_launch, Path(given.from_launch)
-    count_gpus = given.gpus is None
-    values = {}
-    for assignment in given.set:
-        name, equals, value = assignment.partition("=")
-        if not (name and equals):
-            raise ValueError(f"--set takes NAME=VALUE, got {assignment!r}")
-        values[name] = value
-    if _is_launch(text):
-        if values:
-            raise ValueError("--set is for the variables of a script; arguments in quotes have none")
-        return launch_script.of_string(text, count_gpus)
-    script = read_text(path, MOST_SCRIPT_BYTES)
-    named = {word.partition("=")[0] for word in words}
-    answered = [
-        name
-        for action in _parser(own=False)._actions
-        for name in action.option_strings
-        if named & set(action.option_strings)
-    ]
     try:
-        return launch_script.of_script(script, values, _options(), answered, path.parent, count_gpus)
+        if given.from_log:
+            text = read_text(file, MOST_LOG_BYTES, errors="replace")
+            if given.gpu is None and given.gpu_memory is None:
+                raise UsageError(f"a log does not say the GPU: give --gpu, one of {', '.join(GPUS)}")
+            return megatron_log.of_log(text, actions)
+        values = _values(given)
+        options = {name for action in actions for name in action.option_strings}
+        if _is_launch(file):
+            return launch_script.of_string(file, options, given.gpus is None)
+        named = {word.partition("=")[0] for word in words}
+        flags = [action.option_strings for action in actions]
+        answered = {name for names in flags if named & set(names) for name in names}
+        script, folder = read_text(Path(file), MOST_SCRIPT_BYTES), Path(file).parent
+        return launch_script.of_script(script, values, options, answered, folder, given.gpus is None)
+    except UsageError:
+        raise
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise ValueError(str(error) if _is_launch(str(file)) else f"{file}: {error}") from None
+
+
+def _values(given: argparse.Namespace) -> Mapping[str, str]:
+    """Variables by ``--set``."""
+    for assignment in given.set:
+        if not re.match(r".+?=", assignment):
+            raise UsageError(f"--set takes NAME=VALUE, got {assignment!r}")
+    if given.set and _is_launch(given.from_launch):
+        raise UsageError("--set is for the variables of a script; arguments in quotes have none")
+    return dict(assignment.split("=", 1) for assignment in given.set)
 
 
 def _gpu(given: argparse.Namespace) -> Gpu:
@@ -348,36 +309,14 @@ def _gpu(given: argparse.Namespace) -> Gpu:
     return Gpu(name, device, round(capacity * GIB), hopper, round(given.overhead * GIB))
 
 
-def _other_path(bytes_per_logit: float) -> StockPath:
-    name = f"{bytes_per_logit:g} bytes a logit"
-    return StockPath(name, "", bytes_per_logit, waiting=bytes_per_logit, largest=4)
-
-
 def _output(result: Result, given: argparse.Namespace) -> None:
     from megatron_fused_ce.plan import report
 
-    if given.plot:
-        from megatron_fused_ce.plan import plot
-
-        plot.draw(result.advice, _title(result), given.plot)
     if given.json:
         print(json.dumps(report.as_dictionary(result), indent=1))
         return
     from rich.console import Console
 
     console = Console()
-    report.show(
-        Console(width=min(console.width, report.WIDTH) if console.is_terminal else report.WIDTH),
-        result,
-        given.explain,
-    )
-
-
-def _title(result: Result) -> str:
-    parallel, training = result.setting.parallel, result.setting.training
-    gpus = f"{parallel.gpus} GPU{'s' if parallel.gpus > 1 else ''}"
-    sequence = " + SP" if parallel.sequence else ""
-    return (
-        f"{result.name}, {training.sequence} tokens x {training.micro_batch}, {gpus}, "
-        f"TP {parallel.tensor}{sequence}, PP {parallel.pipeline}, CP {parallel.context}"
-    )
+    width = min(console.width, report.WIDTH) if console.is_terminal else report.WIDTH
+    report.show(Console(width=width), result, given.explain)

@@ -2,21 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from megatron_fused_ce.command_line import Parser, UsageError, command, whole
 from megatron_fused_ce.config import STRATEGY_CHOICES, FusedCEConfig
-from megatron_fused_ce.planner import (
-    ITEMSIZES,
-    LOGITS_BACKENDS,
-    MIB,
-    WGRAD_ACCUMULATORS,
-    Plan,
-    PlanInputs,
-    alternatives,
-    budget_bytes,
-    plan,
-)
+from megatron_fused_ce.head_bytes import ITEMSIZES, LOGITS_BACKENDS, MIB, WGRAD_ACCUMULATORS, PlanInputs
+from megatron_fused_ce.planner import Plan, alternatives, budget_bytes, plan
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
@@ -24,8 +13,7 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 def _parser() -> Parser:
     text = "Choose strategy and chunks for a head, as a training run would."
     parser = Parser("python -m megatron_fused_ce plan-head", text)
-    add = parser.add_argument
-    size = whole()
+    add, size = parser.add_argument, whole()
     add("--tokens", type=size, required=True, help="T: tokens of a micro-batch over the TP group")
     add("--hidden", type=size, required=True, help="H: hidden size")
     add("--vocab", type=size, required=True, help="vocabulary of the model, padded as it is trained")
@@ -36,20 +24,12 @@ def _parser() -> Parser:
     add("--strategy", choices=STRATEGY_CHOICES, default="auto")
     add("--num-chunks", type=size)
     add("--chunk-tokens", type=size)
-    add(
-        "--wgrad-accumulator",
-        choices=WGRAD_ACCUMULATORS,
-        default="main_grad",
-        help="where grad_weight ends",
-    )
+    add("--wgrad-accumulator", choices=WGRAD_ACCUMULATORS, default="main_grad",
+        help="where grad_weight ends")  # fmt: skip
     add("--no-token-weights", action="store_true",
         help="the forward gets none (in Megatron: no loss_mask), so no grad_in_forward")  # fmt: skip
-    add(
-        "--logits-backend",
-        choices=LOGITS_BACKENDS,
-        help="[scaled_exp in bf16, gemm_rows otherwise]",
-    )
-    add("--teacher-hidden", type=size,
+    add("--logits-backend", choices=LOGITS_BACKENDS, help="[scaled_exp in bf16, gemm_rows otherwise]")
+    add("--teacher-hidden", type=size, default=0,
         help="H_t: hidden size of a frozen teacher beside the head (fused_linear_distillation)")  # fmt: skip
     add("--device", default="NVIDIA H200", help="as torch.cuda.get_device_name() says, or cpu")
     add("--mtp-num-layers", type=whole(0, 1000), default=0, help="depths of multi-token prediction")
@@ -60,18 +40,23 @@ def _parser() -> Parser:
 def main(words: list[str]) -> int:
     """Print the plan for the arguments, and what else there was to choose from."""
     given = _parser().parse_args(words)
+    dtype, teacher = DTYPES[given.dtype], given.teacher_hidden
     backend = given.logits_backend or ("scaled_exp" if given.dtype == "bf16" else "gemm_rows")
     try:
         inputs = PlanInputs(
             num_tokens=given.tokens,
             hidden_size=given.hidden,
             num_rows=-(-given.vocab // given.tp),
-            dtype=DTYPES[given.dtype],
+            dtype=dtype,
             num_parts=given.tp if given.sequence_parallel else 1,
             tp_size=given.tp,
             wgrad_accumulator=given.wgrad_accumulator,
             token_weights_known=not given.no_token_weights,
             logits_backend=backend,
+            # Of a teacher in the student's dtype logits are saved.
+            saves_logits=bool(teacher) and backend == "scaled_exp",
+            teacher_hidden_size=teacher,
+            teacher_itemsize=ITEMSIZES[dtype] if teacher else 0,
             device=given.device,
             config=FusedCEConfig(
                 strategy=given.strategy,
@@ -80,7 +65,6 @@ def main(words: list[str]) -> int:
                 memory_mb=given.memory_mb,
             ),
             uses_in_flight=1 + given.mtp_num_layers,
-            **_teacher(given.teacher_hidden, DTYPES[given.dtype], backend),
         )
         chosen = plan(inputs)
     except ValueError as error:
@@ -101,26 +85,12 @@ def main(words: list[str]) -> int:
     budget = f"{budget_bytes(inputs) // MIB} MiB" + (
         "" if given.memory_mb else ", what grad_in_forward needs"
     )
+    gemms = "three bare GEMMs"
+    if teacher:
+        gemms = "four bare GEMMs (two of logits, two of gradients; recompute takes six)"
     print("\n*: chosen; tokens: of a chunk; stored: chunks whose logits are kept; MiB: the predicted peak,")
-    print(f"budget {budget}; time: over {_gemms(inputs)}, predicted for {inputs.device} (--device)")
+    print(f"budget {budget}; time: over {gemms}, predicted for {inputs.device} (--device)")
     return 0
-
-
-def _teacher(hidden_size: int | None, dtype: str, backend: str) -> dict[str, Any]:
-    """Inputs of a plan for a teacher in the student's dtype; its logits are saved by neither backend."""
-    if hidden_size is None:
-        return {}
-    return {
-        "teacher_hidden_size": hidden_size,
-        "teacher_itemsize": ITEMSIZES[dtype],
-        "saves_logits": backend == "scaled_exp",
-    }
-
-
-def _gemms(inputs: PlanInputs) -> str:
-    if not inputs.teacher_hidden_size:
-        return "three bare GEMMs"
-    return "four bare GEMMs (two of logits, two of gradients; recompute takes six)"
 
 
 def _remark(inputs: PlanInputs, option: Plan) -> str:
@@ -129,7 +99,3 @@ def _remark(inputs: PlanInputs, option: Plan) -> str:
     if option.strategy == "grad_in_forward" and not inputs.token_weights_known:
         return "  needs token weights"
     return ""
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

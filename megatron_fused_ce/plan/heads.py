@@ -3,57 +3,40 @@
 Megatron's own paths are given in bytes for each of the ``T*V`` logits, with bf16 or fp16 hidden states.
 Source, for the largest of both passes: docs/benchmarks/results/2026-11-21-h200-reach-llama3-8b.json (one
 rank) and 2026-11-21-h200-tp4-reach.json (four, with sequence parallelism); `make figures` derives
-the figures from their peaks anew and docs/plan.md shows both. Their parts, from the code:
-
-=========  =====  =====================================================================================
-path       bytes  alive at the peak
-=========  =====  =====================================================================================
-unfused        6  the fp32 softmax (4), and logits or their gradient in bf16 (2)
-native        10  fp32 softmax and its gradient (4 + 4), the gradient in bf16 (2)
-te             4  logits and their gradient in bf16 (2 + 2)
-=========  =====  =====================================================================================
-
-The plugin's are :mod:`megatron_fused_ce.planner`'s own predictions.
+the figures from their peaks anew. The plugin's are :mod:`megatron_fused_ce.planner`'s own predictions.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
 from megatron_fused_ce.adapter.arguments import FLAG
 from megatron_fused_ce.config import FusedCEConfig
+from megatron_fused_ce.head_bytes import MIB, STOCK_BYTES_PER_LOGIT, STOCK_BYTES_WAITING, PlanInputs
 from megatron_fused_ce.plan.setting import Setting
 from megatron_fused_ce.plan.static import CUBLAS_WORKSPACE
-from megatron_fused_ce.planner import (
-    MIB,
-    STOCK_BYTES_PER_LOGIT,
-    STOCK_BYTES_WAITING,
-    OverBudget,
-    Plan,
-    PlanInputs,
-    plan,
-)
+from megatron_fused_ce.planner import OverBudget, Plan, plan
 
 
-@dataclass(frozen=True)
-class StockPath:
-    """One of Megatron's own cross entropies behind its output layer."""
+class StockPath(NamedTuple):
+    """One of Megatron's own cross entropies behind its output layer: bytes a logit."""
 
-    name: str
-    flags: str
-    bytes_per_logit: float
+    #: alive at the peak
+    at_peak: float
     #: of a use of the head (multi-token prediction) until its backward
     waiting: float
     #: of the largest tensor
     largest: float
 
 
-_FUSION = "--cross-entropy-loss-fusion --cross-entropy-fusion-impl"
-STOCK_PATHS = (
-    StockPath("unfused", "", STOCK_BYTES_PER_LOGIT["unfused"], STOCK_BYTES_WAITING, largest=4),
-    StockPath("native", f"{_FUSION} native", STOCK_BYTES_PER_LOGIT["native"], STOCK_BYTES_WAITING, largest=4),
-    StockPath("te", f"{_FUSION} te", 4, waiting=2, largest=2),
-)
+#: unfused: the fp32 softmax (4), and logits or their gradient in bf16 (2); native: fp32 softmax and its
+#: gradient, the gradient in bf16 (4 + 4 + 2); te: logits and their gradient in bf16 (2 + 2).
+STOCK_PATHS = {
+    "unfused": StockPath(STOCK_BYTES_PER_LOGIT["unfused"], STOCK_BYTES_WAITING, largest=4),
+    "native": StockPath(STOCK_BYTES_PER_LOGIT["native"], STOCK_BYTES_WAITING, largest=4),
+    "te": StockPath(4, waiting=2, largest=2),
+}
 
 
 @dataclass(frozen=True)
@@ -61,7 +44,7 @@ class HeadMemory:
     """Memory of one way of computing the loss on the rank with the head."""
 
     name: str
-    #: flags to add to a launch
+    #: flags to add to a launch; none of Megatron's own
     flags: str
     stock: bool
     #: bytes at its peak, beside its input (the final norm's output) and the rest of the step
@@ -72,8 +55,6 @@ class HeadMemory:
     largest: int = 0
     #: the planner's prediction, which is compared with a budget; 0 for Megatron's own
     predicted: int = 0
-    #: predicted time over the head's three GEMMs; None for Megatron's own
-    relative_time: float | None = None
     #: strategy and chunks of the plugin's
     words: str = ""
     #: the launch's error if the strategy needs more than its --fused-ce-memory-mb
@@ -82,16 +63,11 @@ class HeadMemory:
     missed_budget: int = 0
 
 
-def stock_heads(setting: Setting, others: tuple[StockPath, ...] = ()) -> list[HeadMemory]:
-    """Megatron's own paths, and ``others`` by their bytes a logit."""
-    return [_stock_head(setting, path) for path in (*STOCK_PATHS, *others)]
-
-
-def _stock_head(setting: Setting, path: StockPath) -> HeadMemory:
-    """The larger of two moments: cross entropy, and the output layer's backward behind it."""
-    logits = setting.num_tokens * setting.vocab_rows
+def stock_head(setting: Setting, name: str) -> HeadMemory:
+    """One of :data:`STOCK_PATHS`: the larger of cross entropy and the output layer's backward behind it."""
+    path, logits = STOCK_PATHS[name], setting.num_tokens * setting.vocab_rows
     row = setting.itemsize * setting.num_tokens * setting.model.hidden_size
-    loss = path.bytes_per_logit * logits
+    loss = path.at_peak * logits
     parts = setting.parallel.sequence_parts
     # grad_hidden; with sequence parallelism also its reduced part.
     products = setting.itemsize * logits + row + (row // parts if parts > 1 else 0)
@@ -100,8 +76,8 @@ def _stock_head(setting: Setting, path: StockPath) -> HeadMemory:
     waiting = setting.model.mtp_num_layers * path.waiting * logits
     workspaces = 2 * CUBLAS_WORKSPACE
     return HeadMemory(
-        path.name,
-        path.flags,
+        name,
+        "",
         stock=True,
         peak=round(max(loss, products) + waiting) + workspaces,
         workspaces=workspaces,
@@ -110,12 +86,7 @@ def _stock_head(setting: Setting, path: StockPath) -> HeadMemory:
 
 
 def plugin_head(
-    setting: Setting,
-    gpu: str,
-    strategy: str,
-    *,
-    exp_serves: bool,
-    memory_mb: int | None = None,
+    setting: Setting, device: str, strategy: str, *, exp_serves: bool, memory_mb: int | None = None
 ) -> HeadMemory:
     """One strategy, as a launch with these flags would plan it.
 
@@ -145,7 +116,7 @@ def plugin_head(
         wgrad_accumulator=_wgrad_accumulator(setting),
         token_weights_known=True,
         logits_backend="scaled_exp" if exp else "gemm_rows",
-        device=gpu,
+        device=device,
         uses_in_flight=1 + setting.model.mtp_num_layers,
     )
     try:
@@ -158,10 +129,9 @@ def plugin_head(
 
 
 def _wgrad_accumulator(setting: Setting) -> str:
-    optimizer = setting.training.optimizer
-    if not setting.training.gradient_fusion or optimizer.sharding == "full":
+    if not setting.training.gradient_fusion:
         return "returned"
-    return "main_grad" if optimizer.gradient_bytes == 4 else "low_main_grad"
+    return "main_grad" if setting.training.gradient_bytes == 4 else "low_main_grad"
 
 
 def _flags(config: FusedCEConfig) -> str:
@@ -195,6 +165,5 @@ def _as_head(setting: Setting, chosen: Plan, flags: str, name: str) -> HeadMemor
         peak=memory.total - unused + grad_hidden,
         workspaces=memory.workspace - unused,
         predicted=memory.total,
-        relative_time=chosen.relative_time,
         words=f"{chosen.strategy}, {chosen.chunks_in_words}",
     )

@@ -5,10 +5,17 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+if TYPE_CHECKING:
+    from megatron_fused_ce.plan.shell_words import Command
+
+_SHELLS = ("bash", "sh", "zsh")
+#: Commands that add words of their own.
+_ADDS_WORDS = ("xargs", "parallel")
 #: Names that hold several arguments rather than one's value.
 _LIST = re.compile(r".*\[@\]|.*(?:ARGS|OPTIONS|OPTS|FLAGS|PARAMS).*|[@*]", re.IGNORECASE)
 _NAME = re.compile(r"\w+|@")
@@ -62,18 +69,24 @@ class TrainingLaunch:
     as_logged: bool = True
     #: of a log: every argument as printed, by its destination
     logged: Mapping[str, str] | None = None
+    #: variables that are set beside, of which some matter
+    environment: Mapping[str, str] = field(default_factory=dict)
+    #: what of the launch could not be read, by a name, with a clause
+    doubts: Mapping[str, str] = field(default_factory=dict)
 
 
-def of_string(text: str, count_gpus: bool = True) -> TrainingLaunch:
+def of_string(text: str, known: Collection[str] = (), count_gpus: bool = True) -> TrainingLaunch:
     """Arguments in one string, with or without the command before them.
 
     Args:
-        count_gpus: whether the launcher's number of ranks matters.
+        known, count_gpus: as of :func:`of_script`.
 
     Raises:
         ValueError: a quotation has no end, or the number of ranks is no number.
     """
     words = shlex.split(text)
+    if any(word.rpartition("/")[2] in _SHELLS for word in words):
+        return of_script(text, {}, known, count_gpus=count_gpus)  # a script in quotes
     place = _script(words)
     if place is None:
         return TrainingLaunch(tuple(words), None, "since no launcher is named")
@@ -106,15 +119,15 @@ def of_script(
 
     lines = re.findall(r"^#SBATCH\s+(.*)", text, re.MULTILINE)
     slurm = [word for line in lines for word in shlex.split(line, comments=True)]
-    values = {name: value for name, options in _SLURM.items() if (value := _value_of(options, slurm))}
-    reader = Reader(given, folder, values, harmless)
+    by_slurm = {name: value for name, options in _SLURM.items() if (value := _value_of(options, slurm))}
+    reader = Reader(given, folder, by_slurm, harmless)
     reader.read(text)
     if strange := set(given) - reader.names:
         raise ValueError(
             f"--set {', '.join(sorted(strange))}: the script has no such variable; there are "
             f"{', '.join(sorted(reader.names)) or 'none'}"
         )
-    words, place = _the_launch(reader.found, known)
+    (words, _, values), place = _the_launch(reader.found, known)
     name, options = _launcher(words[:place])
     ranks = [option for way in _LAUNCHERS.get(name, ()) for options, _ in way for option in options]
     of_launcher = _missing(options, ranks) if count_gpus else []
@@ -131,27 +144,35 @@ def of_script(
         if unknowns(words[index]) and (option if equals else words[index - 1]) in answered:
             del words[index - (not equals) : index + 1]
     plain = [readable(word) for word in words]
-    return replace(_launch(plain, place, slurm, count_gpus), notes=(*reader.notes, *notes))
+    launch = _launch(plain, place, slurm, count_gpus)
+    environment = {name: readable(value) for name, value in values.items() if isinstance(value, str)}
+    return replace(
+        launch,
+        notes=(*reader.notes, *notes),
+        environment={**environment, **launch.environment},
+        doubts={**launch.doubts, **reader.doubts},
+    )
 
 
-def _the_launch(found: Sequence[tuple[list[str], str]], known: Collection[str]) -> tuple[list[str], int]:
+def _the_launch(found: Sequence[Command], known: Collection[str]) -> tuple[Command, int]:
     """The only command that starts a training, and the place of the Python script in it."""
     from megatron_fused_ce.plan.shell_words import readable, unknowns
 
     launches = {}
-    for words, why in found:
-        place = _script(words)
-        names = [word.partition("=")[0] for word in words[place or 0 :]]
+    for command in found:
+        place = _script(command.words)
+        names = [word.partition("=")[0] for word in command.words[place or 0 :]]
         if place is not None and any(name in known or unknowns(name) for name in names):
-            launches[tuple(words)] = place, why
+            launches[tuple(command.words)] = command, place
     if not launches:
         raise ValueError("no command launches a .py script with Megatron's arguments")
     if len(launches) > 1:
-        scripts = ", ".join(readable(words[place]) for words, (place, _) in launches.items())
-        decides = [f", or give --set {why}=VALUE, which decides" for _, why in launches.values() if why]
+        scripts = ", ".join(readable(command.words[place]) for command, place in launches.values())
+        decides = [
+            f", or give --set {one.why}=VALUE, which decides" for one, _ in launches.values() if one.why
+        ]
         raise ValueError(f"several commands launch a training ({scripts}): leave one{(decides or [''])[0]}")
-    launch, (place, _) = launches.popitem()
-    return list(launch), place
+    return launches.popitem()[1]
 
 
 def _ask(missing: Sequence[tuple[str, str]], or_gpus: bool) -> None:
@@ -180,7 +201,15 @@ def _launch(words: Sequence[str], place: int, slurm: Sequence[str], count_gpus: 
     module = "-m " if words[place - 1 : place] == ["-m"] else ""
     wrappers = [word for word in words[:place] if word.endswith(".sh") or word in _SHARDS]
     program = wrappers[0] if wrappers else module + words[place]
-    return TrainingLaunch(tuple(words[place + 1 :]), gpus, why, program=program)
+    before = [word.partition("=") for word in words[:place]]
+    return TrainingLaunch(
+        tuple(words[place + 1 :]),
+        gpus,
+        why,
+        program=program,
+        environment={name: value for name, equals, value in before if equals},
+        doubts={name: f"what {name} adds is not known" for name in _ADDS_WORDS if name in words[:place]},
+    )
 
 
 def _launcher(words: Sequence[str]) -> tuple[str, Sequence[str]]:

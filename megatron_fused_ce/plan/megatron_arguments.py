@@ -1,13 +1,12 @@
 """Megatron's own arguments that decide how many bytes a GPU holds, and the setting from them.
 
-Names, types and defaults are those of Megatron's parser (core_v0.19.0; ``tests/plan/test_command.py``
-compares them). What other arguments do is in ``arguments.tsv`` (:mod:`closed_world`).
+Names, kinds and defaults are those of ``arguments.tsv`` (:mod:`closed_world`), the newest version's; here are
+the types, and what each means.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import re
 from dataclasses import replace
 from typing import Any
@@ -16,96 +15,84 @@ from megatron_fused_ce.adapter.arguments import config_from_args
 from megatron_fused_ce.command_line import BILLION, whole
 from megatron_fused_ce.command_line import number as share
 from megatron_fused_ce.config import FusedCEConfig
+from megatron_fused_ce.plan.closed_world import arguments, flash_attention
 from megatron_fused_ce.plan.setting import (
     RECOMPUTE_MODULES,
-    SHARDINGS,
     DecoderSizes,
     Latent,
     Mixture,
-    Optimizer,
     Parallel,
     Recompute,
     Setting,
     StateSpace,
     StepSettings,
 )
-from megatron_fused_ce.planner import ITEMSIZES
 
 #: Defaults of a plan by name or numbers: today's usual settings.
 USUAL = (
     *("--bf16", "--use-distributed-optimizer", "--no-create-attention-mask-in-dataloader"),
     *("--attention-dropout", "0", "--hidden-dropout", "0"),
 )
-#: Layers and experts are counted one by one, and a size of a parallelism is one of ranks.
-_MOST = dict.fromkeys(("num-layers", "num-experts", "mtp-num-layers", "make-vocab-size-divisible-by"), 10**5)
-_MOST |= {f"{name}-model-parallel-size": 10**5 for name in ("tensor", "pipeline", "expert")} | {
-    "context-parallel-size": 10**5,
-    "expert-tensor-parallel-size": 10**5,
-    "micro-batch-size": 10**6,
+#: Not counted, but for what they change of the head's numbers.
+_OF_THE_HEAD = ("quick_geglu", "use_megatron_fsdp", "use_torch_fsdp2")
+#: Other names of an argument.
+_ALSO = {
+    "tensor_model_parallel_size": "--tp",
+    "pipeline_model_parallel_size": "--pp",
+    "context_parallel_size": "--cp",
+    "expert_model_parallel_size": "--ep",
+    "hybrid_layer_pattern": "--hybrid-override-pattern",
 }
-_MAY_BE_ZERO = (
-    "mtp-num-layers",
-    "moe-shared-expert-intermediate-size",
-    "decoder-first-pipeline-num-layers",
-    "decoder-last-pipeline-num-layers",
-    "num-experts",
+#: Layers and experts are counted one by one, and a size of a parallelism is one of ranks.
+_ONE_BY_ONE = re.compile(r"num_layers|num_experts|mtp_num_layers|make_vocab.*|.*_parallel_size")
+_MAY_BE_ZERO = re.compile(
+    "mtp_num_layers|num_experts|moe_shared_expert_intermediate_size|decoder_(first|last)_pipeline_num_layers"
 )
 _DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
-#: What Megatron-FSDP divides; gradients alone (``optim_grads``) are counted whole.
-_FSDP_SHARDING = {
-    "no_shard": "none",
-    "optim": "optimizer",
-    "optim_grads": "optimizer",
-    "optim_grads_params": "full",
+_CHOICES = {
+    **dict.fromkeys(
+        ("main_params_dtype", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"), tuple(_DTYPE_BYTES)
+    ),
+    "normalization": ("LayerNorm", "RMSNorm"),
+    "recompute_granularity": ("full", "selective"),
+    "recompute_method": ("uniform", "block"),
+    "cross_entropy_fusion_impl": ("native", "te"),
 }
+#: Where Megatron makes a default of others; here of none.
+_DEFAULTS = {"micro_batch_size": "1"}
+#: Without a default, and no number.
+_WORDS = ("hybrid_layer_pattern", "pipeline_model_parallel_layout", "moe_router_dtype")
 MOST_LAYERS = 10**5
 #: Tokens of the busiest rank's experts over an even spread: no router spreads them evenly in every step (the
 #: records of tests/plan/megatron_records.tsv lie at 1.0 to 1.3).
 BUSIEST = 1.1
-_LOCAL_ATTENTION = ("unfused", "local")
 #: Layers of a hybrid model that are counted: Mamba, attention, MLP, experts.
 _LETTERS = "M*-E"
+#: Transformer Engine's flash attention serves heads up to it on every GPU.
+LARGEST_FLASH_HEAD = 256
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Sizes of the model."""
-    group = parser.add_argument_group("the model, by Megatron's arguments")
-    number, flag = _adders(group)
-    for name in ("num-layers", "hidden-size", "ffn-hidden-size", "num-attention-heads"):
-        number(name)
-    number("num-query-groups", default=1)
-    number("kv-channels")
-    number("vocab-size")
-    number("padded-vocab-size")
-    number("make-vocab-size-divisible-by", default=128)
-    number("max-position-embeddings")
-    for name in ("group-query-attention", "swiglu", "quick-geglu", "add-qkv-bias", "qk-layernorm"):
-        flag(name)
-    flag("no-position-embedding", unset="add_position_embedding")
-    flag("disable-bias-linear", unset="add_bias_linear")
-    flag("untie-embeddings-and-output-weights")
-    group.add_argument("--normalization", choices=("LayerNorm", "RMSNorm"), default="LayerNorm")
-    group.add_argument("--position-embedding-type", default="learned_absolute")
-    flag("use-rotary-position-embeddings")
-    number("mtp-num-layers")
-    number("num-experts")
-    number("moe-ffn-hidden-size")
-    number("moe-router-topk", default=2)
-    number("moe-shared-expert-intermediate-size")
-    group.add_argument("--moe-layer-freq", type=_layer_frequency, default=1)
-    flag("multi-latent-attention")
-    number("q-lora-rank")
-    for name, default in (
-        *(("kv-lora-rank", 32), ("qk-head-dim", 128), ("qk-pos-emb-head-dim", 64)),
-        *(("v-head-dim", 128), ("mamba-state-dim", 128), ("mamba-head-dim", 64)),
-        ("mamba-num-groups", 8),
-    ):
-        number(name, default=default)
-    number("mamba-num-heads")
-    group.add_argument("--hybrid-layer-pattern", "--hybrid-override-pattern")
-    for name in ("hybrid-attention-ratio", "hybrid-mlp-ratio"):
-        group.add_argument(f"--{name}", type=share(most=1), default=0.0)
-    group.add_argument("--spec", nargs="*")
+def add_megatron_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those that are counted, and what a head's numbers depend on."""
+    group = parser.add_argument_group("Megatron's arguments")
+    for name, known in arguments().items():
+        if (
+            known.which.split()[:1] != ["counted"] and name not in _OF_THE_HEAD
+        ) or name == "hybrid_override_pattern":
+            continue
+        flag, kind = known.option, known.options[known.option]
+        also = [_ALSO[name]] if name in _ALSO else []
+        if kind in "TF":
+            action = "store_true" if kind == "T" else "store_false"
+            group.add_argument(flag, dest=name, action=action)
+        elif kind == "*":
+            group.add_argument(flag, dest=name, nargs="*")
+        else:
+            default = _DEFAULTS.get(name, known.default).removeprefix("AttnBackend.")
+            group.add_argument(
+                flag, *also, dest=name, metavar=None if name in _CHOICES else "X", choices=_CHOICES.get(name),
+                type=_type(name, default), default=None if default == "None" else default,
+            )  # fmt: skip
     group.add_argument(
         "--post-norms",
         action="store_true",
@@ -113,70 +100,15 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_training_arguments(parser: argparse.ArgumentParser) -> None:
-    """Parallelism, precision, batch, recompute, optimizer, loss."""
-    group = parser.add_argument_group("the training, by Megatron's arguments")
-    number, flag = _adders(group)
-    number("tensor-model-parallel-size", "tp", default=1)
-    number("pipeline-model-parallel-size", "pp", default=1)
-    number("context-parallel-size", "cp", default=1)
-    number("expert-model-parallel-size", "ep", default=1)
-    number("expert-tensor-parallel-size")
-    number("num-layers-per-virtual-pipeline-stage")
-    number("num-virtual-stages-per-pipeline-rank")
-    number("decoder-first-pipeline-num-layers")
-    number("decoder-last-pipeline-num-layers")
-    group.add_argument("--pipeline-model-parallel-layout", metavar="Et*2|tL")
-    number("micro-batch-size", default=1)
-    number("global-batch-size")
-    number("seq-length")
-    for name in ("sequence-parallel", "bf16", "fp16", "use-distributed-optimizer"):
-        flag(name)
-    for name in ("account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split"):
-        flag(name)
-    number("num-distributed-optimizer-instances", default=1)
-    group.add_argument("--moe-token-dispatcher-type", default="allgather")
-    group.add_argument("--moe-router-dtype")
-    for name in ("grad-reduce-in-bf16", "accumulate-allreduce-grads-in-fp32"):
-        flag(name)
-    for name in ("use-precision-aware-optimizer", "use-megatron-fsdp", "use-torch-fsdp2"):
-        flag(name)
-    group.add_argument(
-        "--data-parallel-sharding-strategy", choices=tuple(_FSDP_SHARDING), default="optim_grads_params"
-    )
-    for name in ("main-params-dtype", "main-grads-dtype", "exp-avg-dtype", "exp-avg-sq-dtype"):
-        group.add_argument(f"--{name}", choices=tuple(_DTYPE_BYTES), default="fp32")
-    group.add_argument("--recompute-granularity", choices=("full", "selective"))
-    group.add_argument("--recompute-method", choices=("uniform", "block"))
-    number("recompute-num-layers")
-    group.add_argument("--recompute-modules", nargs="+")
-    flag("recompute-activations")
-    group.add_argument("--transformer-impl", default="transformer_engine")
-    group.add_argument("--attention-backend", default="auto")
-    flag("use-flash-attn")
-    group.add_argument("--attention-dropout", type=share(most=1), default=0.1)
-    group.add_argument("--hidden-dropout", type=share(most=1), default=0.1)
-    flag("no-create-attention-mask-in-dataloader", unset="create_attention_mask_in_dataloader")
-    flag("no-rope-fusion", unset="apply_rope_fusion")
-    flag("no-gradient-accumulation-fusion", unset="gradient_accumulation_fusion")
-    flag("cross-entropy-loss-fusion")
-    group.add_argument("--cross-entropy-fusion-impl", choices=("native", "te"), default="native")
-
-
-def _adders(group: argparse._ArgumentGroup) -> tuple[Any, Any]:
-    def number(*names: str, default: int | None = None) -> None:
-        bounds = whole(0 if names[0] in _MAY_BE_ZERO else 1, _MOST.get(names[0], BILLION))
-        flags = (f"--{name}" for name in names)
-        group.add_argument(*flags, type=bounds, metavar="N", default=default)
-
-    def flag(name: str, unset: str = "") -> None:
-        """``unset``: the destination that the flag makes false, by Megatron's name."""
-        if unset:
-            group.add_argument(f"--{name}", action="store_false", dest=unset)
-        else:
-            group.add_argument(f"--{name}", action="store_true")
-
-    return number, flag
+def _type(name: str, default: str) -> Any:
+    if name == "moe_layer_freq":
+        return _layer_frequency
+    if name in (*_WORDS, *_CHOICES) or not re.fullmatch(r"None|[\d.]+", default):
+        return str
+    if "." in default:
+        return share(most=1)
+    most = 10**5 if _ONE_BY_ONE.fullmatch(name) else BILLION
+    return whole(0 if _MAY_BE_ZERO.fullmatch(name) else 1, most)
 
 
 def _layout(text: str) -> tuple[int, ...]:
@@ -194,47 +126,34 @@ def _layout(text: str) -> tuple[int, ...]:
 def _layer_frequency(text: str) -> int | list[int]:
     """An integer, or a list of 0 and 1 with ``*`` and ``+`` as in Python; nothing is executed."""
 
-    def value(node: ast.expr) -> Any:
-        if isinstance(node, ast.Constant) and isinstance(node.value, int):
-            return node.value
-        if isinstance(node, ast.List):
-            items = [value(item) for item in node.elts]
-            if not all(isinstance(item, int) for item in items):
-                raise ValueError
-            return items
-        if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Mult)):
-            left, right = value(node.left), value(node.right)
-            if isinstance(node.op, ast.Add):
-                return _short_enough(left + right)
-            # Checked before the list is made: [1] * 10**9 would take all memory.
-            sizes = [len(side) if isinstance(side, list) else side for side in (left, right)]
-            if max(sizes) > MOST_LAYERS or sizes[0] * sizes[1] > MOST_LAYERS:
-                raise ValueError
-            return left * right
-        raise ValueError
+    def repeated(match: re.Match[str]) -> str:
+        if len(match[1]) * int(match[2]) > 2 * MOST_LAYERS:
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} has more than {MOST_LAYERS} layers")
+        return f"[{','.join([match[1]] * int(match[2]))}]"
 
-    try:
-        if len(text) > MOST_LAYERS:
-            raise ValueError
-        found: int | list[int] = _short_enough(value(ast.parse(text, mode="eval").body))
-    except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
+    found, before = re.sub(r"\s", "", text), ""
+    while found != before and len(found) <= 2 * MOST_LAYERS:
+        before = found
+        found = re.sub(r"\((\[[01,]*\])\)", r"\1", found)
+        found = re.sub(r"\[([01,]+)\]\*(\d{1,6})", repeated, found).replace("]+[", ",")
+    if not re.fullmatch(r"\d{1,5}|\[[01](,[01])*\]", found):
         raise argparse.ArgumentTypeError(
             f"{text[:40]!r} is no number and no list of 0 and 1, of at most {MOST_LAYERS}"
-        ) from None
-    return found
-
-
-def _short_enough(value: Any) -> Any:
-    if (len(value) if isinstance(value, list) else value) > MOST_LAYERS:
-        raise ValueError
-    return value
+        )
+    return int(found) if found.isdigit() else [int(digit) for digit in found[1:-1].split(",")]
 
 
 # --- from arguments to a setting -------------------------------------------------------------
 
 
-#: Transformer Engine's flash attention serves heads up to it on every GPU.
-LARGEST_FLASH_HEAD = 256
+#: What describes layers, stages and batches, of which a head knows nothing.
+_OF_LAYERS = (
+    *("group_query_attention", "multi_latent_attention", "num_experts", "hybrid_layer_pattern", "spec"),
+    *("hybrid_attention_ratio", "hybrid_mlp_ratio", "num_layers_per_virtual_pipeline_stage"),
+    *("num_virtual_stages_per_pipeline_rank", "pipeline_model_parallel_layout", "recompute_modules"),
+    *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "global_batch_size"),
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+)
 
 
 def unsure(given: argparse.Namespace) -> dict[str, str]:
@@ -260,26 +179,17 @@ def is_hybrid(given: argparse.Namespace, program: str) -> bool:
     return bool(told) or "mamba" in f"{program} {given.spec}" or "hybrid" in f"{program} {given.spec}"
 
 
-def flash_attention(given: argparse.Namespace) -> bool:
-    """Whether attention keeps no scores."""
-    engine = given.transformer_impl == "transformer_engine"
-    return (engine or given.use_flash_attn) and given.attention_backend not in _LOCAL_ATTENTION
-
-
 def head_alone(given: argparse.Namespace) -> argparse.Namespace:
     """A launch with the same head and plain layers, for a model that cannot be planned."""
     pipeline, tensor = given.pipeline_model_parallel_size, given.tensor_model_parallel_size
-    plain = {
-        "num_layers": pipeline, "num_attention_heads": tensor, "kv_channels": 64, "ffn_hidden_size": tensor,
-        "group_query_attention": False, "multi_latent_attention": False, "num_experts": None,
-        "hybrid_layer_pattern": None, "hybrid_attention_ratio": 0.0, "hybrid_mlp_ratio": 0.0, "spec": None,
-        "num_layers_per_virtual_pipeline_stage": None, "num_virtual_stages_per_pipeline_rank": None,
-        "decoder_first_pipeline_num_layers": None, "decoder_last_pipeline_num_layers": None,
-        "account_for_embedding_in_pipeline_split": False, "account_for_loss_in_pipeline_split": False,
-        "pipeline_model_parallel_layout": None, "expert_model_parallel_size": 1, "recompute_modules": None,
-        "global_batch_size": None,
-    }  # fmt: skip
-    return argparse.Namespace(**{**vars(given), **plain})
+    plain: dict[str, Any] = dict.fromkeys(_OF_LAYERS)
+    plain |= {
+        "num_layers": pipeline,
+        "num_attention_heads": tensor,
+        "ffn_hidden_size": tensor,
+        "kv_channels": 64,
+    }
+    return argparse.Namespace(**{**vars(given), **plain, "expert_model_parallel_size": 1})
 
 
 def setting_of(given: argparse.Namespace, gpus: int | None = None, program: str = "") -> Setting:
@@ -383,11 +293,7 @@ def _latent(given: argparse.Namespace) -> Latent | None:
     if not given.multi_latent_attention:
         return None
     return Latent(
-        given.q_lora_rank,
-        given.kv_lora_rank,
-        given.qk_head_dim,
-        given.qk_pos_emb_head_dim,
-        given.v_head_dim,
+        given.q_lora_rank, given.kv_lora_rank, given.qk_head_dim, given.qk_pos_emb_head_dim, given.v_head_dim
     )
 
 
@@ -445,8 +351,8 @@ def _parallel(given: argparse.Namespace, model: DecoderSizes, gpus: int | None) 
         last_stage_layers=given.decoder_last_pipeline_num_layers,
         layout=layout,
         ends_count=(
-            given.account_for_embedding_in_pipeline_split,
-            given.account_for_loss_in_pipeline_split,
+            bool(given.account_for_embedding_in_pipeline_split),
+            bool(given.account_for_loss_in_pipeline_split),
         ),
         optimizer_instances=given.num_distributed_optimizer_instances,
     )
@@ -456,21 +362,27 @@ def _training(given: argparse.Namespace, parallel: Parallel) -> StepSettings:
     if given.bf16 and given.fp16:
         raise ValueError("both --bf16 and --fp16 are given: leave out one")
     dtype = "bfloat16" if given.bf16 else "float16" if given.fp16 else "float32"
+    sharded = given.use_megatron_fsdp or given.use_torch_fsdp2
+    low = _low_gradients(given, dtype)
     return StepSettings(
         sequence=_needed(given, "seq_length"),
         micro_batch=given.micro_batch_size,
         num_micro_batches=_micro_batches(given, parallel),
         dtype=dtype,
         recompute=_recompute(given),
-        optimizer=_optimizer(given, dtype),
         transformer_engine=given.transformer_impl == "transformer_engine",
         flash_attention=flash_attention(given),
         rope_fusion=given.apply_rope_fusion,
         attention_dropout=given.attention_dropout > 0,
         hidden_dropout=given.hidden_dropout > 0,
         attention_mask=given.create_attention_mask_in_dataloader,
-        gradient_fusion=given.gradient_accumulation_fusion,
+        gradient_fusion=given.gradient_accumulation_fusion and not sharded,
         fused_ce=_fused_ce(given),
+        distributed_optimizer=given.use_distributed_optimizer,
+        gradient_bytes=2 if low else 4,
+        state_bytes=_state_bytes(given, dtype),
+        # Megatron steps with fp32 gradients.
+        step_bytes=4 if low and not given.use_precision_aware_optimizer else 0,
     )
 
 
@@ -492,50 +404,26 @@ def _recompute(given: argparse.Namespace) -> Recompute:
         return Recompute()
     if granularity == "full":
         return Recompute(
-            full=True,
-            num_layers=given.recompute_num_layers,
-            block=given.recompute_method == "block",
+            full=True, num_layers=given.recompute_num_layers, block=given.recompute_method == "block"
         )
     return Recompute(modules=tuple(given.recompute_modules or ("core_attn",)))
 
 
-def _optimizer(given: argparse.Namespace, dtype: str) -> Optimizer:
-    sharding = given.sharding or _sharding(given)
-    assert sharding in SHARDINGS
-    low = dtype != "float32"
-    gradient = 2 if low and _low_gradients(given, dtype, sharding) else 4
-    state = 12 if low else 8
+def _state_bytes(given: argparse.Namespace, dtype: str) -> int:
+    """Main weights and both moments of a parameter."""
     if given.use_precision_aware_optimizer:
         names = (given.main_params_dtype, given.exp_avg_dtype, given.exp_avg_sq_dtype)
-        state = sum(_DTYPE_BYTES[name] for name in names)
-    if given.bytes_per_parameter is not None:
-        state = given.bytes_per_parameter - gradient - ITEMSIZES[dtype]
-        if state < 0:
-            raise ValueError(
-                f"--bytes-per-parameter {given.bytes_per_parameter:g} is less than weight and gradient, "
-                f"{ITEMSIZES[dtype]} + {gradient}"
-            )
-    copies = 4 if given.adam == "foreach" else 0
-    if gradient == 2 and sharding != "full" and not given.use_precision_aware_optimizer:
-        copies += 4  # Megatron steps with fp32 gradients
-    return Optimizer(sharding, gradient, state, copies)
+        return sum(_DTYPE_BYTES[name] for name in names)
+    return 8 if dtype == "float32" else 12
 
 
-def _sharding(given: argparse.Namespace) -> str:
-    if given.use_torch_fsdp2:
-        return "full"
-    if given.use_megatron_fsdp:
-        return _FSDP_SHARDING[given.data_parallel_sharding_strategy]
-    return "optimizer" if given.use_distributed_optimizer else "none"
-
-
-def _low_gradients(given: argparse.Namespace, dtype: str, sharding: str) -> bool:
+def _low_gradients(given: argparse.Namespace, dtype: str) -> bool:
     """Whether gradients are kept in 2 bytes."""
-    if sharding == "full" or given.grad_reduce_in_bf16:
-        return True
-    if given.use_precision_aware_optimizer and given.main_grads_dtype != "fp32":
-        return True
-    return dtype == "float16" and not given.accumulate_allreduce_grads_in_fp32
+    if dtype == "float32":
+        return False
+    low = given.use_precision_aware_optimizer and given.main_grads_dtype != "fp32"
+    in_fp32 = dtype == "bfloat16" or given.accumulate_allreduce_grads_in_fp32
+    return bool(given.grad_reduce_in_bf16 or low or not in_fp32)
 
 
 def _fused_ce(given: argparse.Namespace) -> FusedCEConfig:

@@ -2,7 +2,6 @@
 
 Megatron 0.15 to main prints all arguments, checked and derived, once the launch is valid, one a line:
 two spaces, the destination, dots up to column 50 (none behind a longer name), and ``str()`` of the value.
-A launch by ``--yaml-cfg`` prints the model's and the parallel sizes as two ``namespace(...)``.
 What a launcher writes before a line (``[rank0]:``, ``0: ``, a date) and lines of other ranks in between do
 not matter; the vocabulary's size comes later, from the tokenizer.
 """
@@ -24,9 +23,6 @@ _ARGUMENT = re.compile(r"  (\w+) (\.*) ?(.*)$")
 _VOCABULARY = re.compile(r"> padded vocab \(size: (\d+)\)")
 _PEAK = re.compile(r"memory \(MB\) \| allocated: [\d.]+ \| max allocated: ([\d.]+) \|")
 _OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|CUDA out of memory")
-_IN_NAMESPACE = re.compile(r"(\w+)=('[^']*'|\[[^\]]*\]|[^,()]+)")
-#: Names in a YAML file of what is another argument elsewhere.
-_OF_YAML = {"num_moe_experts": "num_experts"}
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "uint8": "fp8"}
 
 
@@ -55,7 +51,7 @@ def of_log(text: str, actions: Sequence[Action]) -> TrainingLaunch:
     runs = _runs(text)
     wanted = [action for action in actions if action.dest != "help"]
     for run in runs:
-        run.whole = run.whole and not _lost(run.values, wanted)
+        run.whole = run.whole and not _lost(run.values, wanted) and "language_model" not in run.values
     whole = [run for run in runs if run.whole]
     if not whole:
         raise ValueError(_why_none(runs, wanted))
@@ -70,12 +66,10 @@ def of_log(text: str, actions: Sequence[Action]) -> TrainingLaunch:
     if values.get("group_query_attention") != "True":
         values["num_query_groups"] = "None"  # printed, and without effect
     words = [word for action in wanted for word in _words(action, _printed(action, values))]
-    if "language_model" in values:  # names of Megatron's configurations, not of its arguments
-        values = {name: value for name, value in values.items() if name in arguments()}
     return TrainingLaunch(
         tuple(words),
         int(values["world_size"]),
-        notes=(*notes, *_of_yaml(run.values, wanted)),
+        notes=tuple(notes),
         measured_bytes=round(run.peak_mib * 2**20) or None,
         out_of_memory=run.out_of_memory,
         logged=values,
@@ -103,13 +97,6 @@ def _runs(text: str) -> list[_Run]:
             runs[-1].peak_mib = max(runs[-1].peak_mib, float(match[1]))
         elif _OUT_OF_MEMORY.search(line):
             runs[-1].out_of_memory = True
-    for run in runs:
-        for text in [run.values[name] for name in ("language_model", "model_parallel") if name in run.values]:
-            found = {name: value.strip("'") for name, value in _IN_NAMESPACE.findall(text)}
-            run.values |= {_OF_YAML.get(name, name): value for name, value in found.items()}
-            if "activation_func" in found:
-                run.values["swiglu"] = str(found["activation_func"] == "swiglu")
-                run.values["group_query_attention"] = str(found.get("num_query_groups", "None") != "None")
     return runs
 
 
@@ -121,29 +108,20 @@ def _of_plugin(action: Action) -> bool:
 
 def _lost(values: Mapping[str, str], wanted: Sequence[Action]) -> list[str]:
     names = [action.dest for action in wanted if not _of_plugin(action) and action.dest not in values]
-    if "language_model" in values:  # a YAML file need not name all
-        names = []
     return [*names, *(name for name in ("world_size",) if name not in values)]
 
 
 def _why_none(runs: Sequence[_Run], wanted: Sequence[Action]) -> str:
     if not runs:
         return f'no line "{_BEGIN}": it is in the output of rank 0, at the start of the run'
+    if "language_model" in runs[-1].values:
+        return "a launch by --yaml-cfg, whose log has other names, is not read: give Megatron's arguments"
     lost = _lost(runs[-1].values, wanted)
     return (
         f"the block of arguments from line {runs[-1].begins} is cut off or has lost lines"
         + (f" ({', '.join(lost[:3])}{' ...' if len(lost) > 3 else ''})" if lost else " (no end)")
         + ": give a log with all of it"
     )
-
-
-def _of_yaml(values: Mapping[str, str], wanted: Sequence[Action]) -> list[str]:
-    if "language_model" not in values:
-        return []
-    lacks = sum(not _of_plugin(action) and action.dest not in values for action in wanted)
-    return [
-        f"The launch is from a YAML file: {lacks} arguments that it does not name are Megatron's defaults."
-    ]
 
 
 def _vocabulary(values: Mapping[str, str]) -> str:
@@ -166,7 +144,7 @@ def _words(action: Action, value: str) -> list[str]:
         return [flag] if value == str(action.const) else []
     if value == "None":
         return []
-    if action.nargs == "+":
+    if action.nargs == "*":
         return [flag, *map(str, ast.literal_eval(value))]
     plain = value.removeprefix("torch.").removeprefix("AttnBackend.")
     return [flag, _DTYPES.get(plain, plain) if "dtype" in action.dest else plain]

@@ -18,14 +18,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
 
 from megatron_fused_ce.plan import blocks
 from megatron_fused_ce.plan import static as statics
-from megatron_fused_ce.plan.blocks import Block, Layer
 from megatron_fused_ce.plan.heads import HeadMemory
 from megatron_fused_ce.plan.setting import Setting
-from megatron_fused_ce.plan.static import Stage, Static
+from megatron_fused_ce.plan.static import Stage
 
 #: The three moments, and how they are called.
 MOMENTS = {
@@ -80,67 +78,36 @@ def estimate(setting: Setting, head: HeadMemory, *, last_stage: bool = False) ->
 
 
 def _moments(setting: Setting, stage: Stage, head: HeadMemory) -> Iterator[Moment]:
-    static = statics.static(setting, stage)
-    held = _held(setting, stage, head, static)
-    activations = _Activations(setting, stage)
-    if stage.last:
-        at_head = {
-            "activations": activations.waiting(),
-            "final norm": activations.final_norm(),
-            "head": head.peak,
-        }
-        yield Moment("head", stage.index, held | at_head)
-    workspaces = {"cuBLAS workspaces": head.workspaces if stage.last else 0}
-    behind = workspaces | {"head's gradient": statics.gathered_gradient(setting, stage)}
-    yield Moment("layers", stage.index, held | activations.worst_backward() | behind)
-    step = {"optimizer's copies": static.step, "gathered weights": 0}
-    yield Moment("step", stage.index, held | workspaces | step)
-
-
-def _held(setting: Setting, stage: Stage, head: HeadMemory, static: Static) -> dict[str, int]:
-    """Bytes that are held at every moment."""
-    return {
+    static, activations = statics.static(setting, stage), Activations(setting, stage)
+    held = {
         "weights": static.weights,
         "gradients": static.gradients,
         "optimizer": static.optimizer,
-        "gathered weights": statics.gathered(setting, stage),
         "dummy gradients": statics.dummy_gradients(setting, stage),
         "libraries": statics.libraries(setting, stock_head=head.stock and stage.last),
         "measured beside the plan": setting.beside,
     }
+    if stage.last:
+        norm = activations.final_norm()
+        at_head = {"activations": activations.waiting(), "final norm": norm, "head": head.peak}
+        yield Moment("head", stage.index, held | at_head)
+    workspaces = {"cuBLAS workspaces": head.workspaces if stage.last else 0}
+    yield Moment("layers", stage.index, held | activations.worst_backward() | workspaces)
+    yield Moment("step", stage.index, held | workspaces | {"optimizer's copies": static.step})
 
 
-class _Sizes(NamedTuple):
-    """Bytes of one block and token."""
-
-    #: all kept bytes, recomputed ones included
-    whole: float
-    kept: float
-    #: further bytes of its backward
-    backward: float
-
-    @staticmethod
-    def of(block: Block, setting: Setting) -> _Sizes:
-        parts, dropped = block.kept(setting), block.dropped(setting)
-        kept = sum(size for name, size in parts.items() if name not in dropped)
-        return _Sizes(sum(parts.values()), kept, block.backward(setting))
-
-
-class _Activations:
+class Activations:
     """Bytes that the layers of one stage keep, and that their backward needs."""
 
     def __init__(self, setting: Setting, stage: Stage) -> None:
         self.setting, self.stage = setting, stage
-        self.row = setting.itemsize * setting.model.hidden_size / setting.parallel.sequence_parts
+        self.kinds = blocks.kinds(setting)
+        self.row = blocks.row_bytes(setting)
         predicted = setting.model.mtp_num_layers if stage.last else 0
         #: The chunk that ends at the head, or at the next stage: its backward runs first.
         last = next((chunk for chunk in reversed(stage.chunks) if chunk), ())  # a layout may leave one empty
         self.ends_full = bool(stage.chunks[-1]) or predicted > 0
         self.last = (*last, *[blocks.prediction_layer(setting.model)] * predicted)
-        #: Sizes of each block, and bytes that a layer keeps; by object, since those of a kind are one.
-        kinds = {id(layer): layer for layer in (*stage.layers, *self.last)}
-        self.sizes = {id(block): _Sizes.of(block, setting) for layer in kinds.values() for block in layer}
-        self.layer_keeps = {kind: sum(map(self._kept, layer)) for kind, layer in kinds.items()}
         self.kept = self._kept_by_layer(self.last)
         for depth in range(len(self.last) - predicted, len(self.last)):
             # Both inputs of a depth, and the two joined.
@@ -156,8 +123,7 @@ class _Activations:
 
     def worst_backward(self) -> dict[str, int]:
         """The layer at whose backward most bytes are held; the layers before it still keep theirs."""
-        others = self._other_chunks()
-        before = accumulate(self.kept, initial=others)
+        before = accumulate(self.kept, initial=self._other_chunks())
         working_at = zip(before, map(self._backward, range(len(self.last))), strict=False)
         waiting, working = max(working_at, key=sum, default=(0.0, 0.0))
         return {"activations": self._bytes(waiting), "layer at work": self._bytes(working)}
@@ -169,11 +135,11 @@ class _Activations:
         """Chunks of other micro-batches, and earlier ones of this, that wait; embeddings' masks."""
         in_flight, chunks = self._in_flight(), self.stage.chunks
         largest = max(sum(self._kept_by_layer(chunk)) for chunk in chunks)
-        mask = 0.0
+        masks = 0.0
         if self.stage.first and self.setting.training.hidden_dropout:
-            mask = blocks.MASK * self.setting.model.hidden_size
-            mask /= self.setting.parallel.sequence_parts
-        return (in_flight - 1) * largest + mask * -(-in_flight // len(chunks))
+            mask = blocks.MASK * self.setting.model.hidden_size / self.setting.parallel.sequence_parts
+            masks = mask * -(-in_flight // len(chunks))
+        return (in_flight - 1) * largest + masks
 
     def _in_flight(self) -> int:
         """Chunks whose backward has not run, at most, in Megatron's 1F1B schedules."""
@@ -184,26 +150,19 @@ class _Activations:
             held = 2 * behind + (parallel.chunks - 1) * parallel.pipeline + 1
         return held if micro_batches is None else min(held, micro_batches * parallel.chunks)
 
-    def _kept_by_layer(self, chunk: tuple[Layer, ...]) -> list[float]:
-        recompute = self.setting.training.recompute
-        kept = []
+    def _kept_by_layer(self, chunk: tuple[str, ...]) -> list[float]:
+        recompute, kept = self.setting.training.recompute, []
         for index, layer in enumerate(chunk):
             if self._keeps_its_input_only(index):
                 begins = recompute.block or index % (recompute.num_layers or 1) == 0
                 kept.append(self.row if begins else 0.0)
             else:
-                kept.append(self.layer_keeps[id(layer)])
+                kept.append(sum(self.kinds[letter].kept for letter in layer))
         return kept
 
     def _keeps_its_input_only(self, index: int) -> bool:
         recompute = self.setting.training.recompute
         return recompute.full and not (recompute.block and index >= (recompute.num_layers or 1))
-
-    def _whole(self, block: Block) -> float:
-        return self.sizes[id(block)].whole
-
-    def _kept(self, block: Block) -> float:
-        return self.sizes[id(block)].kept
 
     def _backward(self, index: int) -> float:
         """Most bytes of a layer in its backward: its blocks up to the current one, and gradients.
@@ -212,17 +171,18 @@ class _Activations:
         the layers of its unit before it.
         """
         again = self._keeps_its_input_only(index)
-        layer, size = self.last[index], self._whole if again else self._kept
+        layer = [self.kinds[letter] for letter in self.last[index]]
         worst = max(
-            sum(map(size, layer[:place])) + self._whole(block) + self.sizes[id(block)].backward
+            sum(before.whole if again else before.kept for before in layer[:place])
+            + block.whole
+            + block.backward
             for place, block in enumerate(layer)
         )
-        gradient = self.row
-        return worst + gradient + (self.row + self._unit_before(index) if again else 0.0)
+        return worst + self.row + (self.row + self._unit_before(index) if again else 0.0)
 
     def _unit_before(self, index: int) -> float:
         """Layers of the same unit (method uniform) before this one, beside the input that it kept."""
         recompute = self.setting.training.recompute
         begin = index if recompute.block else index - index % (recompute.num_layers or 1)
-        before = sum(self._whole(block) for layer in self.last[begin:index] for block in layer)
-        return before - (self.row if index > begin else 0.0)
+        letters = "".join(self.last[begin:index])
+        return sum(self.kinds[letter].whole for letter in letters) - (self.row if index > begin else 0.0)

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 WIDTH = 100
 #: The moments of a step (peaks.MOMENTS), in short.
 PLACES = {"head": "the loss", "layers": "a layer", "step": "the optimizer"}
-#: The first version that refuses Transformer Engine's loss (its megatron/training/arguments.py).
-TE_REFUSED_FROM = "0.18"
+#: The last version that takes Transformer Engine's loss (0.18.2's megatron/training/arguments.py refuses it).
+LAST_WITH_TE = "0.18.0"
 #: What a verdict is called in a table.
 VERDICTS = {"fits": "yes", "tight": "tight", "does not fit": "no", "over budget": "refused"}
 
@@ -69,7 +69,6 @@ def _way(way: Way) -> dict[str, Any]:
     return {
         "flags": way.head.flags,
         "plan": way.head.words,
-        "relative_time_of_the_head": way.head.relative_time,
         "head": way.head.peak,
         "peak": way.peak,
         "bound": way.estimate.bound.name,
@@ -143,16 +142,18 @@ def _ways_table(result: Result, explain: bool) -> Table:
     setting, advice = result.setting, result.advice
     columns = ("its memory", *(() if result.doubts else ("peak", "highest in", "fits", "longest")))
     table = _table("Ways of computing the loss, GiB a GPU", "", *columns)
-    accept = [version for version in result.versions if version < TE_REFUSED_FROM]
+    # Of 0.18 alone it is not known.
+    refuse = [version > LAST_WITH_TE for version in result.versions]
+    accept = [version < "0.18" or version == LAST_WITH_TE for version in result.versions]
     for way in advice.ways:
         asked = way.head.name == setting.training.fused_ce.strategy
         if not (explain or way.head.stock or asked):
             continue
-        some = way.head.name == "te" and accept and accept != list(result.versions)
-        name = called(way) + (" (now)" if way is result.now else f" (to {accept[-1]})" if some else "")
+        some = way.head.name == "te" and not (all(refuse) or all(accept))
+        name = called(way) + (" (now)" if way is result.now else f" (to {LAST_WITH_TE})" if some else "")
         cells = [name, gib(way.head.peak)]
         if not result.doubts:
-            fits = "refused" if way.head.name == "te" and not accept else VERDICTS[way.verdict]
+            fits = "refused" if way.head.name == "te" and all(refuse) else VERDICTS[way.verdict]
             cells += [gib(way.peak), PLACES[way.estimate.bound.name], fits, tokens(way.longest)]
         table.add_row(*cells)
     return table
@@ -160,19 +161,17 @@ def _ways_table(result: Result, explain: bool) -> Table:
 
 def _static_table(setting: Setting) -> Table:
     """Table of each stage's weights, gradients and optimizer, with bytes a parameter."""
-    optimizer, parallel = setting.training.optimizer, setting.parallel
-    shards = parallel.shards if optimizer.sharding != "none" else 1
-    whole = shards if optimizer.sharding == "full" else 1
-    over = _over(shards)
-    if setting.model.mixture and optimizer.sharding != "none":
+    training, parallel = setting.training, setting.parallel
+    over = _over(parallel.shards if training.distributed_optimizer else 1)
+    if setting.model.mixture and training.distributed_optimizer:
         over += f"; experts{_over(parallel.expert_shards) or ' whole'}"
     table = _table(
         "Held all the time, GiB a GPU (bytes a parameter)",
         "stage",
         "parameters",
-        f"weights ({setting.itemsize}{_over(whole)})",
-        f"gradients ({optimizer.gradient_bytes}{_over(whole)})",
-        f"optimizer ({optimizer.state_bytes:g}{over})",
+        f"weights ({setting.itemsize})",
+        f"gradients ({training.gradient_bytes})",
+        f"optimizer ({training.state_bytes:g}{over})",
         "sum",
     )
     all_stages = [static(setting, stage) for stage in stages(setting)]

@@ -6,14 +6,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from megatron_fused_ce.config import FusedCEConfig
-from megatron_fused_ce.planner import ITEMSIZES
+from megatron_fused_ce.head_bytes import ITEMSIZES
 
 #: Parts of a layer that Megatron's ``--recompute-modules`` computes again, by its own names.
-RECOMPUTE_MODULES = (
-    *("core_attn", "layernorm", "mlp", "moe"),
-    *("moe_act", "mla_up_proj", "shared_experts"),
-)
-SHARDINGS = ("none", "optimizer", "full")
+RECOMPUTE_MODULES = (*("core_attn", "layernorm", "mlp", "moe"), *("moe_act", "mla_up_proj", "shared_experts"))
 
 
 @dataclass(frozen=True)
@@ -96,12 +92,6 @@ class DecoderSizes:
     state_space: StateSpace | None = None
 
     def __post_init__(self) -> None:
-        for name in (
-            *("num_layers", "hidden_size", "num_attention_heads", "vocab_size"),
-            *("ffn_hidden_size", "num_query_groups", "head_dim"),
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
         if self.num_attention_heads % self.num_query_groups:
             raise ValueError(
                 f"{self.num_attention_heads} attention heads cannot be divided into "
@@ -119,6 +109,11 @@ class DecoderSizes:
             )
         if self.mixture and len(self.mixture.layers) != self.num_layers:
             raise ValueError(f"--moe-layer-freq lists {len(self.mixture.layers)} layers of {self.num_layers}")
+
+    @property
+    def gates(self) -> int:
+        """Parts of an MLP's first product."""
+        return 2 if self.gated else 1
 
     @property
     def norm_size(self) -> int:
@@ -225,20 +220,6 @@ class Recompute:
 
 
 @dataclass(frozen=True)
-class Optimizer:
-    """Bytes of one parameter beside its weight, and how they are divided."""
-
-    #: one of :data:`SHARDINGS`: nothing, Megatron's distributed optimizer, or everything (FSDP, ZeRO-3)
-    sharding: str = "optimizer"
-    gradient_bytes: int = 4
-    #: main weights and both moments
-    state_bytes: float = 12
-    #: what one step adds for each parameter of the shard: a copy that torch's ``foreach`` Adam makes, and
-    #: fp32 gradients where they are reduced in a lower precision
-    step_bytes: int = 0
-
-
-@dataclass(frozen=True)
 class StepSettings:
     """Batch, precision and implementation of a step."""
 
@@ -248,7 +229,13 @@ class StepSettings:
     num_micro_batches: int | None = None
     dtype: str = "bfloat16"
     recompute: Recompute = Recompute()
-    optimizer: Optimizer = Optimizer()
+    #: whether the optimizer's states are divided over data-parallel ranks (Megatron's distributed optimizer)
+    distributed_optimizer: bool = True
+    #: of one parameter: its gradient; main weight and both moments; what one step adds for each of the shard
+    #: (fp32 gradients where they are kept in a lower precision)
+    gradient_bytes: int = 4
+    state_bytes: float = 12
+    step_bytes: int = 0
     #: Transformer Engine's layers; without them attention keeps its scores
     transformer_engine: bool = True
     flash_attention: bool = True
@@ -305,6 +292,11 @@ class Setting:
         return -(-self.model.vocab_size // multiple) * multiple
 
     @property
+    def itemsize(self) -> int:
+        """``e``"""
+        return ITEMSIZES[self.training.dtype]
+
+    @property
     def vocab_rows(self) -> int:
         """``V``: rows of the vocabulary that one rank holds."""
         return self.padded_vocab_size // self.parallel.tensor
@@ -328,13 +320,7 @@ class Setting:
             "norms behind attention and MLP": model.post_norms,
             training.dtype: training.dtype != "bfloat16",
             "selective recomputation": set(training.recompute.modules) - {"core_attn"},
-            "full sharding (FSDP)": training.optimizer.sharding == "full",
             "tensor parallelism above 4": parallel.tensor > 4,
             "pipeline stages without a head": parallel.pipeline > 1,
         }
         return [kind for kind, there in kinds.items() if there]
-
-    @property
-    def itemsize(self) -> int:
-        """``e``"""
-        return ITEMSIZES[self.training.dtype]

@@ -15,6 +15,7 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import NamedTuple
 
 import tree_sitter_bash
 from tree_sitter import Language, Node, Parser
@@ -32,8 +33,10 @@ _PLACEHOLDER = re.compile(r"<[^<>]*>|\(e\.g\.[^)]*\)")
 _WORDS_OF_AN_ARRAY = re.compile(r'"\$(?:@|\{(?:\w+\[@\]|@)\})"')
 _SHELLS = ("bash", "sh", "zsh")
 #: Commands that are taken to end well, and have no part in a launch.
-_QUIET = ("echo", "printf", "cd", "mkdir", "set", "true", ":", "pushd", "popd", "module", "ulimit", "shopt")
+_QUIET = ("echo", "printf", "cd", "mkdir", "true", ":", "pushd", "popd", "module", "ulimit", "shopt")
 _READERS = ("read", "mapfile", "readarray", "getopts", "let")
+#: Commands that change files that they name; some only when told so.
+_WRITERS, _IN_PLACE = ("tee", "cp", "mv", "patch", "sed", "perl"), re.compile(r"-\w*i.*|--in-place.*")
 _REDIRECTS = ("file_redirect", "heredoc_redirect", "herestring_redirect")
 #: Functions and scripts within each other, steps, and letters of a variable, at most.
 _DEEPEST, _MOST_STEPS, _LONGEST = 20, 10**5, 2**20
@@ -69,6 +72,17 @@ def readable(text: str) -> str:
     return _MARK.sub(lambda match: bytes.fromhex(match[1]).decode(), text)
 
 
+class Command(NamedTuple):
+    """A command that runs or may run."""
+
+    #: behind those of the commands that start it
+    words: list[str]
+    #: the variable that decides whether it runs
+    why: str
+    #: every variable there, whether exported or not
+    values: Mapping[str, Value]
+
+
 class Reader:
     """Follows scripts, and collects the commands that run or may run."""
 
@@ -85,13 +99,14 @@ class Reader:
         self.harmless = harmless
         self.folder = folder
         self.values: dict[str, Value] = dict(values)
-        #: the words of each command, behind those of the commands that start it, and the variable that
-        #: decides whether it runs
-        self.found: list[tuple[list[str], str]] = []
+        self.found: list[Command] = []
         #: every variable of the scripts
         self.names: set[str] = set()
         #: sentences about what was not followed
         self.notes: list[str] = []
+        #: files that are read and that the script changed before, with a clause
+        self.doubts: dict[str, str] = {}
+        self._written: set[str] = set()
         self._prefix: list[str] = []
         self._why = ""
         self._functions: dict[str, Node] = {}
@@ -318,6 +333,9 @@ class Reader:
             if redirect.type in _REDIRECTS:
                 behind = redirect.children_by_field_name("destination")[1:]
                 behind += redirect.children_by_field_name("argument")
+                if any(">" in part.type for part in redirect.children):
+                    target = redirect.children_by_field_name("destination")[:1]
+                    self._written |= {self._text(part).rpartition("/")[2] for part in target}
                 words += [word for part in behind for word in self._fields(part)]
                 if words[:1] == ["read"] and "-d" in words and redirect.type == "heredoc_redirect":
                     self.values[words[-1]] = self._heredoc(redirect).strip()
@@ -344,11 +362,17 @@ class Reader:
         if name in ("source", "."):
             # of the same folder, whatever the path to it is made of
             file = readable(" ".join(others[:1])).rpartition("/")[2]
+            if file in self._written:
+                self.doubts[file] = f"{file}, which the script changes before it reads it, is not counted"
             path = self.folder / file if self.folder and file else None
             if path and path.is_file():
                 return self.read(path.read_text())
             self.notes.append(f"{file} is not in the script's folder: what it sets is not seen.")
             return ""
+        if name == "set":
+            if "--" in others or (others[:1] and others[0][0] not in "-+"):
+                self.values["@"] = others[others.index("--") + 1 :] if "--" in others else others
+            return True
         if name == "shift":
             arguments = self.values.get("@")
             if isinstance(arguments, list):
@@ -361,6 +385,8 @@ class Reader:
             return ""
         if name == "false" or name in _QUIET:
             return name != "false"
+        if name in _WRITERS and (name not in ("sed", "perl") or any(map(_IN_PLACE.fullmatch, others))):
+            self._written |= {word.rpartition("/")[2] for word in others}
         return self._apart(lambda: self._process(words, before, text))
 
     def _process(self, words: list[str], before: Sequence[Node], text: str) -> Truth:
@@ -369,9 +395,12 @@ class Reader:
         outside = self._prefix
         for place, word in enumerate(words):
             if word.rpartition("/")[2] in _SHELLS:
-                option, *others = [*words[place + 1 :], ""]
-                inner = others[0] if re.fullmatch(r"-\w*c", option) else "" if option else text
+                option, *others = words[place + 1 :] or [""]
+                quoted = re.fullmatch(r"-\w*c", option)
+                inner = "".join(others[:1]) if quoted else text if option in ("", "-s") else ""
                 if inner:
+                    name, others = ("".join(others[1:2]), others[2:]) if quoted else (word, others)
+                    self.values |= {"0": name, "@": others[others[:1] == ["--"] :]}
                     self._prefix = [*outside, *words[:place]]
                     status = self.read(inner)
                     self._prefix = outside
@@ -379,7 +408,7 @@ class Reader:
         if words[0].startswith("-"):
             wrong = readable(" ".join(words))[:60]
             self.notes.append(f"{wrong}: a command of its own, since the line before does not go on.")
-        self.found.append(([*outside, *words], self._why))
+        self.found.append(Command([*outside, *words], self._why, dict(self.values)))
         return ""
 
     def _call(self, body: Node, arguments: list[str]) -> Truth:
@@ -530,7 +559,7 @@ class Reader:
     def _lookup(self, name: str, every: bool) -> list[str] | None:
         """None for a variable that nothing sets."""
         arguments = self.values.get("@")
-        if name in ("@", "*", "#") or name.isdigit():
+        if name in ("@", "*", "#") or (name.isdigit() and name != "0"):
             if arguments is None:
                 given = self.given.get(name)
                 return shlex.split(given) if given is not None else [] if name in "@*" else None

@@ -8,13 +8,13 @@ data- and context-parallel ranks.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 
+from megatron_fused_ce.head_bytes import MIB
 from megatron_fused_ce.plan import blocks
-from megatron_fused_ce.plan.blocks import Layer, Weight
-from megatron_fused_ce.plan.setting import Setting
-from megatron_fused_ce.planner import MIB
+from megatron_fused_ce.plan.blocks import Weight
+from megatron_fused_ce.plan.setting import Parallel, Setting
 
 #: cuBLAS's workspace on Hopper, one of Transformer Engine's own products and one of torch's for each
 #: thread (forward, autograd): MiB of 2026-11-21-h200-longest-sequence.json, which has room for no other.
@@ -28,21 +28,16 @@ class Stage:
     """One pipeline stage: which layers, and whether embedding and head are on it."""
 
     index: int
-    #: model chunks, each with its layers, in the order in which they are computed
-    chunks: tuple[tuple[Layer, ...], ...]
+    #: model chunks, each with its layers' letters, in the order in which they are computed
+    chunks: tuple[tuple[str, ...], ...]
     first: bool
     last: bool
-
-    @property
-    def layers(self) -> Iterator[Layer]:
-        for chunk in self.chunks:
-            yield from chunk
 
 
 def stages(setting: Setting) -> list[Stage]:
     """The pipeline stages: chunk by chunk, each stage takes its layers in turn."""
     parallel, rest = setting.parallel, iter(blocks.layers(setting.model))
-    held: list[list[tuple[Layer, ...]]] = [[] for _ in range(parallel.pipeline)]
+    held: list[list[tuple[str, ...]]] = [[] for _ in range(parallel.pipeline)]
     for index, size in enumerate(parallel.chunk_layers(setting.model.num_layers)):
         held[index % parallel.pipeline].append(tuple(next(rest) for _ in range(size)))
     last = parallel.pipeline - 1
@@ -51,7 +46,7 @@ def stages(setting: Setting) -> list[Stage]:
 
 def stage_weights(setting: Setting, stage: Stage) -> Counter[Weight]:
     """Every parameter of a stage, and how often it is there."""
-    model = setting.model
+    model, kinds = setting.model, blocks.kinds(setting)
     table = Weight((setting.padded_vocab_size, model.hidden_size), divided=True)
     predicts = model.mtp_num_layers if stage.last else 0
     found: Counter[Weight] = Counter()
@@ -61,46 +56,24 @@ def stage_weights(setting: Setting, stage: Stage) -> Counter[Weight]:
             found[Weight((model.learned_positions, model.hidden_size))] += 1
     if stage.last:
         found[Weight((model.norm_size,))] += 1
-        if not model.tied or not stage.first:
-            found[table] += 1  # tied weights: the last stage has a copy
-        if predicts and not stage.first:
-            found[table] += 1  # the embedding, for the predicted tokens
-    # Layers of a kind are one object.
-    kinds = {id(layer): layer for layer in stage.layers}
-    often = Counter(map(id, stage.layers))
-    if predicts:
-        layer = blocks.prediction_layer(model)
-        kinds[id(layer)] = layer
-        often[id(layer)] += predicts
-        for weight in blocks.prediction_weights(model):
-            found[weight] += predicts
-    for kind, times in often.items():
-        for weight in _weights_of(kinds[kind]):
+        # Tied weights: the last stage has a copy. And the embedding, for predicted tokens.
+        found[table] += (not model.tied or not stage.first) + (predicts > 0 and not stage.first)
+    letters = Counter(chain.from_iterable(chain.from_iterable(stage.chunks)))
+    for _ in range(predicts):
+        letters.update(blocks.prediction_layer(model))
+        found.update(blocks.prediction_weights(model))
+    for letter, times in letters.items():
+        for weight in kinds[letter].weights:
             found[weight] += times
     return found
-
-
-def _weights_of(layer: Layer) -> Iterator[Weight]:
-    for block in layer:
-        yield from block.weights()
-        yield from block.norms()
 
 
 def parameters(setting: Setting) -> int:
     """Number of parameters of the whole model, with padding and multi-token prediction; a tied weight counts
     once."""
-    model = setting.model
-    table = setting.padded_vocab_size * model.hidden_size
-    whole = table * (1 if model.tied else 2) + model.learned_positions * model.hidden_size
-    whole += model.norm_size + sum(map(_layer_parameters, blocks.layers(model)))
-    one_depth = _layer_parameters(blocks.prediction_layer(model)) + sum(
-        weight.count for weight in blocks.prediction_weights(model)
-    )
-    return whole + model.mtp_num_layers * one_depth
-
-
-def _layer_parameters(layer: Layer) -> int:
-    return sum(weight.count for weight in _weights_of(layer))
+    whole = replace(setting, parallel=Parallel(), padded_vocab=setting.padded_vocab_size)
+    (stage,) = stages(whole)
+    return sum(often * weight.count for weight, often in stage_weights(whole, stage).items())
 
 
 @dataclass(frozen=True)
@@ -123,24 +96,21 @@ class Static:
 
 def static(setting: Setting, stage: Stage) -> Static:
     """Weights, gradients and optimizer of one rank of ``stage``."""
-    counts = {
-        weight: often * weight.local_count(setting) for weight, often in stage_weights(setting, stage).items()
-    }
-    dense = sum(count for weight, count in counts.items() if not weight.experts)
-    experts = sum(count for weight, count in counts.items() if weight.experts)
-    optimizer, parallel = setting.training.optimizer, setting.parallel
-    shards = (parallel.shards, parallel.expert_shards)
-    if optimizer.sharding == "none":
-        shards = (1, 1)
-    shared = dense / shards[0] + experts / shards[1]
-    held = shared if optimizer.sharding == "full" else dense + experts
+    counts = {True: 0, False: 0}
+    for weight, often in stage_weights(setting, stage).items():
+        counts[weight.experts > 0] += often * weight.local_count(setting)
+    experts, dense = counts[True], counts[False]
+    training, parallel = setting.training, setting.parallel
+    shared: float = dense + experts
+    if training.distributed_optimizer:
+        shared = dense / parallel.shards + experts / parallel.expert_shards
     return Static(
         dense=dense,
         experts=experts,
-        weights=round(setting.itemsize * held),
-        gradients=round(optimizer.gradient_bytes * held),
-        optimizer=round(optimizer.state_bytes * shared),
-        step=round(optimizer.step_bytes * shared),
+        weights=setting.itemsize * (dense + experts),
+        gradients=training.gradient_bytes * (dense + experts),
+        optimizer=round(training.state_bytes * shared),
+        step=round(training.step_bytes * shared),
     )
 
 
@@ -150,42 +120,14 @@ def dummy_gradients(setting: Setting, stage: Stage) -> int:
 
     Megatron and Transformer Engine keep one buffer a shape (``get_dummy_wgrad``) for the whole run.
     """
-    optimizer = setting.training.optimizer
-    if not setting.training.gradient_fusion or optimizer.sharding == "full":
+    if not setting.training.gradient_fusion:
         return 0
-    shapes = {
-        weight.local_shape(setting)
-        for weight in stage_weights(setting, stage)
-        if len(weight.shape) == 2 and weight.divided
-    }
+    weights = stage_weights(setting, stage)
+    shapes = {weight.local_shape(setting) for weight in weights if len(weight.shape) == 2 and weight.divided}
     if not stage.last and stage.first:
         # An embedding has no product.
         shapes.discard((setting.vocab_rows, setting.model.hidden_size))
     return sum(setting.itemsize * rows * columns for rows, columns in shapes)
-
-
-def gathered(setting: Setting, stage: Stage) -> int:
-    """Gathered weights with full sharding: embedding and head, and two of the largest layers.
-
-    The table's unit stays gathered from forward to backward (FSDP's root); one layer is at work while
-    the next is on its way. Not measured.
-    """
-    if setting.training.optimizer.sharding != "full":
-        return 0
-    model = setting.model
-    tables = setting.vocab_rows * model.hidden_size * (1 if model.tied else 2)
-    largest = max(
-        sum(weight.local_count(setting) for block in layer for weight in block.weights())
-        for layer in stage.layers
-    )
-    return setting.itemsize * (tables + 2 * largest)
-
-
-def gathered_gradient(setting: Setting, stage: Stage) -> int:
-    """The head's whole ``grad_weight`` with full sharding: FSDP reduces its root's gradients last."""
-    if setting.training.optimizer.sharding != "full" or not stage.last:
-        return 0
-    return setting.itemsize * setting.vocab_rows * setting.model.hidden_size
 
 
 def libraries(setting: Setting, *, stock_head: bool) -> int:
@@ -194,25 +136,21 @@ def libraries(setting: Setting, *, stock_head: bool) -> int:
     And Megatron's global memory buffer, as large as the largest of its uses: the scores that its own
     attention multiplies into, the hidden states that its own products gather.
     """
-    training, model = setting.training, setting.model
+    training, model, parallel = setting.training, setting.model, setting.parallel
     held = BATCH_BYTES * setting.num_tokens
     if training.transformer_engine:
         held += CUBLAS_WORKSPACE
     if model.rotary:
-        held += blocks.FP32 * model.head_dim * training.sequence // setting.parallel.context
+        held += blocks.FP32 * model.head_dim * training.sequence // parallel.context
     if training.attention_mask:
         held += training.micro_batch * training.sequence**2
-    scores = rows = 0
+    uses = [0]
     if not training.flash_attention:
-        heads = model.num_attention_heads // setting.parallel.tensor
-        scores = setting.itemsize * heads * training.sequence * setting.num_tokens
+        heads = model.num_attention_heads // parallel.tensor
+        uses.append(setting.itemsize * heads * training.sequence * setting.num_tokens)
     if stock_head or not training.transformer_engine:
-        rows = round(blocks.gathered_row(setting) * setting.num_tokens)
+        uses.append(round(blocks.gathered_row(setting) * setting.num_tokens))
     if model.mixture and model.mixture.gathers:
-        parallel = setting.parallel
         ranks = parallel.expert * parallel.expert_tensor
-        gathered = (
-            setting.itemsize * model.hidden_size * setting.num_tokens * ranks // parallel.sequence_parts
-        )
-        rows = max(rows, gathered)
-    return held + max(scores, rows)
+        uses.append(round(blocks.row_bytes(setting) * setting.num_tokens * ranks))
+    return held + max(uses)

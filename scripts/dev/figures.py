@@ -51,7 +51,6 @@ def main(words: list[str]) -> int:
     if given.readme:
         return status
     if not given.check:
-        figures_plan.draw()
         draw_results()
     for found, bound in (
         (figures_plan.steps(), figures_plan.STEP_BOUND),

@@ -13,16 +13,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_fused_ce import planner
+from megatron_fused_ce import head_bytes, planner
 from megatron_fused_ce.config import STRATEGY_CHOICES, FusedCEConfig
+from megatron_fused_ce.head_bytes import MIB, PlanInputs
 from megatron_fused_ce.plan import command
 from megatron_fused_ce.plan.advice import Gpu
-from megatron_fused_ce.plan.heads import HeadMemory, plugin_head, stock_heads
+from megatron_fused_ce.plan.heads import HeadMemory, plugin_head, stock_head
 from megatron_fused_ce.plan.named_models import MODELS
 from megatron_fused_ce.plan.peaks import estimate
 from megatron_fused_ce.plan.setting import DecoderSizes, Parallel, Setting, StepSettings
 from megatron_fused_ce.plan.static import CUBLAS_WORKSPACE
-from megatron_fused_ce.planner import MIB, Plan, PlanInputs
+from megatron_fused_ce.planner import Plan
 from megatron_fused_ce.scripts.lib import results
 from megatron_fused_ce.scripts.lib.results import REPOSITORY
 from megatron_fused_ce.scripts.lib.tables import markdown as table
@@ -30,7 +31,6 @@ from megatron_fused_ce.scripts.lib.tables import markdown as table
 RESULTS = REPOSITORY / results.RESULTS
 DAY = "2026-11-21-h200-"
 PAGE = REPOSITORY / "docs" / "plan.md"
-PICTURE = REPOSITORY / "docs" / "images" / "plan-llama-3.2-1b.png"
 GIB = 2**30
 
 #: Of the peak of a whole step and of a head alone. A graph's pool of its own is not counted.
@@ -96,7 +96,7 @@ def launches() -> Iterator[tuple[str, dict[str, Any]]]:
 def head_of(setting: Setting, variant: str) -> HeadMemory:
     """The way of computing the loss that a variant of the results had."""
     if variant in STOCK:
-        return next(one for one in stock_heads(setting) if one.name == STOCK[variant])
+        return stock_head(setting, STOCK[variant])
     return plugin_head(setting, h200().device, variant, exp_serves=True)
 
 
@@ -169,7 +169,7 @@ def chunk_by_chunk(inputs: PlanInputs) -> Plan:
     return replace(
         chosen,
         wgrad_at_once=False,
-        memory=planner.peak_memory(*choice),
+        memory=head_bytes.peak_memory(*choice),
         relative_time=planner.relative_time(*choice),
     )
 
@@ -302,12 +302,6 @@ def parts() -> dict[str, str]:
         "off": off_table(),
         "models": model_list(),
     }
-
-
-def draw() -> None:
-    """The picture of docs/plan.md."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        command.main([*shlex.split(EXAMPLE), "--plot", str(PICTURE)])
 
 
 def outside(found: Sequence[Compared], bound: float) -> list[str]:

@@ -24,12 +24,12 @@ NAMES = {
 #: Where each may be known beside.
 APART = (
     "config.py",
+    "head_bytes.py",
     "planner.py",
     "op.py",
     "rl.py",
     "__init__.py",
     "adapter/",
-    "estimate/",
     "plan/",
     "kernels/",
 )

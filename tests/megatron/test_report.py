@@ -11,7 +11,8 @@ import torch
 from megatron_fused_ce import FusedCEConfig
 from megatron_fused_ce.adapter import report, switch
 from megatron_fused_ce.chunking import Cut
-from megatron_fused_ce.planner import PlanInputs, plan
+from megatron_fused_ce.head_bytes import PlanInputs
+from megatron_fused_ce.planner import plan
 
 
 class TpGroup:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron_fused_ce import FusedCEConfig, planner
+from megatron_fused_ce import FusedCEConfig, head_bytes, planner
 from megatron_fused_ce.logits import rows_torch
 from megatron_fused_ce.rl import token_log_probs
 from megatron_fused_ce.scripts.lib.live_storages import LiveStorages
@@ -309,7 +309,7 @@ def test_memory_is_the_plans(strategy):
             made = token_log_probs(*operands, labels, entropy="differentiable", config=config).log_prob
             made.backward(torch.ones_like(made))
         peaks.append(live.peak_bytes)
-        inputs = planner.PlanInputs(
+        inputs = head_bytes.PlanInputs(
             config=config,
             num_tokens=num_tokens,
             hidden_size=size,

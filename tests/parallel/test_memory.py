@@ -18,8 +18,8 @@ from megatron_fused_ce import (
     FusedCEConfig,
     fused_linear_cross_entropy,
     fused_linear_distillation,
+    head_bytes,
     masked_tokens,
-    planner,
     wgrad,
 )
 from megatron_fused_ce.call import Call
@@ -102,8 +102,8 @@ def test_buffers_of_a_backward_by_columns(rank: Rank, accumulator):
         loss = linear_cross_entropy(Call(hidden, weight, labels, config=config, **options)).loss
         seen.reset()
         loss.sum().backward()
-    predicted = planner.columns_memory(
-        planner.PlanInputs(num_tokens, H, V, wgrad_accumulator=accumulator, device="cpu"), block
+    predicted = head_bytes.columns_memory(
+        head_bytes.PlanInputs(num_tokens, H, V, wgrad_accumulator=accumulator, device="cpu"), block
     )
     assert seen.peak[dtype, num_tokens * block] == predicted.chunk_logits / (2 * num_tokens * block) == 1
     assert seen.peak[torch.float32, num_tokens, H] == predicted.grad_hidden_sum / (4 * num_tokens * H) == 1
@@ -197,7 +197,7 @@ def peaks_are_as_predicted(
         merge=merge,
         logit_precision=logit_precision,
     )
-    inputs = planner.PlanInputs(
+    inputs = head_bytes.PlanInputs(
         config=config,
         num_tokens=num_tokens,
         hidden_size=H,
@@ -237,7 +237,7 @@ def peaks_are_as_predicted(
         # grad_hidden is not the head's own: it may have the shape of a chunk's hidden states, or of all.
         alike = hidden.shape[0] // C if hidden.shape[0] in (C, num_tokens) else 0
         at_once = strategy == "store" and saves_e and trained
-        forward = planner.forward_memory(inputs, strategy, *cut)
+        forward = head_bytes.forward_memory(inputs, strategy, *cut)
         compare(
             "forward",
             inputs,
@@ -251,7 +251,7 @@ def peaks_are_as_predicted(
         seen.reset()
         loss.backward(weights)
     if strategy != "grad_in_forward":
-        backward = planner.backward_memory(inputs, *cut, at_once and not idle, picks=idle)
+        backward = head_bytes.backward_memory(inputs, *cut, at_once and not idle, picks=idle)
         compare("backward", inputs, merge, seen.peak, backward, alike)
         left = hidden.shape[0] - 1  # and as many rows of grad_hidden
         picked = seen.peak[dtype, left, H] - idle
@@ -265,23 +265,23 @@ def peaks_are_as_predicted(
         gc.collect()  # as above
         seen.reset()
         loss.backward(weights.square())
-    again = planner.remade_memory(inputs, cut[0])
+    again = head_bytes.remade_memory(inputs, cut[0])
     compare("backward", inputs, merge, seen.peak, again, alike)
     assert seen.peak[torch.float32, V, H] == trained
 
 
 def compare(
     when: str,
-    inputs: planner.PlanInputs,
+    inputs: head_bytes.PlanInputs,
     merge: str,
     seen: Counter[Shape],
-    predicted: planner.Memory,
+    predicted: head_bytes.Memory,
     alike: int,
     saved_terms: int = 0,
 ) -> None:
     """``saved_terms``: chunks whose merged terms are alive together."""
     ranks, e, dtype, fp32 = inputs.tp_size, inputs.itemsize, getattr(torch, inputs.dtype), torch.float32
-    tile_columns = planner.TILE_COLUMNS
+    tile_columns = head_bytes.TILE_COLUMNS
     if not torch.cuda.is_available():
         from megatron_fused_ce.kernels import scaled_exp
 
@@ -291,9 +291,9 @@ def compare(
     beside = inputs.teacher_hidden_size > 0
     of_teacher = C * inputs.teacher_itemsize * H_T if inputs.num_parts > 1 else 0
     if predicted.teacher:
-        logits += predicted.teacher - of_teacher - planner.TEACHER_TOKEN_BYTES * C
+        logits += predicted.teacher - of_teacher - head_bytes.TEACHER_TOKEN_BYTES * C
     hidden = predicted.scaled_hidden + predicted.gathered_hidden + predicted.unreduced_grad_hidden
-    tiles = 4 * C * -(-V // planner.TILE_COLUMNS)
+    tiles = 4 * C * -(-V // head_bytes.TILE_COLUMNS)
     chunks = inputs.num_tokens // C
 
     def of_tokens(width: int) -> int:
@@ -318,7 +318,7 @@ def compare(
         # A sum and a maximum of each tile; what is left of the division are the marks.
         counted["[tiles, C]"] = seen[fp32, num_tiles, C], predicted.tile_statistics // tiles
     if ranks > 1:
-        sampled = ranks * -(-planner.SAMPLED_ROWS // ranks)
+        sampled = ranks * -(-head_bytes.SAMPLED_ROWS // ranks)
         counted["[S, H]"] = (seen[dtype, sampled, H], predicted.sampled_rows / (e * sampled * H))
         if beside and when == "forward":
             # Both sides', at both temperatures; merged terms, as below, count among a teacher's floats.

@@ -16,7 +16,7 @@ from tests.support import megatron_scripts
 from tests.support.checkouts import on_checkouts
 from tests.support.random_scripts import Script
 
-OPTIONS = command._options()
+OPTIONS = [name for action in command._parser(own=False)._actions for name in action.option_strings]
 CASES = re.findall(
     r"^=== (.+)\n((?:.*\n)*?)((?:==> .*\n?)+)",
     Path(__file__).with_name("launch_scripts.txt").read_text(),
@@ -47,6 +47,11 @@ def test_arguments_and_gpus_of_a_script(case, tmp_path):
         assert shlex.join(launch.arguments) == shlex.join(shlex.split(given[3])), line
         assert str(launch.gpus or "?") == given[2]
         assert (launch.gpus is None) == bool(launch.no_gpus)
+        marked = {
+            name for name in ("args.sh", "model.sh", "xargs", "NVTE_FLASH_ATTN") if f"# {name}" in script
+        }
+        found = {*launch.doubts, *(name for name in launch.environment if name.startswith("NVTE"))}
+        assert found == marked, line
 
 
 def test_there_are_forty_scripts():
@@ -88,7 +93,7 @@ def test_what_is_taken_as_known_is_what_bash_does(tmp_path):
         script = "\n".join(Script(seed).lines)
         reader = Reader({}, None, {})
         reader.read(script)
-        launches = [words[1:] for words, _ in reader.found if words[0] == "launch"]
+        launches = [words[1:] for words, *_ in reader.found if words[0] == "launch"]
         for there in (False, True):
             (tmp_path / "x").unlink(missing_ok=True)
             if there:

@@ -14,23 +14,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_fused_ce.config import STRATEGY_CHOICES, FusedCEConfig
+from megatron_fused_ce.head_bytes import MIB, PlanInputs
 from megatron_fused_ce.plan import advice, blocks, heads, static
 from megatron_fused_ce.plan.advice import Gpu, advise
 from megatron_fused_ce.plan.command import plan_of, setting_of
 from megatron_fused_ce.plan.named_models import MODELS
-from megatron_fused_ce.plan.peaks import Estimate, estimate
+from megatron_fused_ce.plan.peaks import Activations, Estimate, estimate
 from megatron_fused_ce.plan.setting import (
     DecoderSizes,
     Latent,
     Mixture,
-    Optimizer,
     Parallel,
     Recompute,
     Setting,
     StateSpace,
     StepSettings,
 )
-from megatron_fused_ce.planner import MIB, PlanInputs, plan
+from megatron_fused_ce.planner import plan
 from megatron_fused_ce.scripts.dev import figures_plan as check_plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,30 +39,15 @@ H100 = Gpu("h100", "NVIDIA H100 80GB HBM3", 80 * GIB, exp_serves=True, overhead=
 
 #: A dense decoder of today.
 MODERN = DecoderSizes(
-    num_layers=4,
-    hidden_size=64,
-    num_attention_heads=8,
-    vocab_size=1000,
-    ffn_hidden_size=160,
-    num_query_groups=4,
-    head_dim=8,
-    gated=True,
-    rms_norm=True,
-    linear_bias=False,
-    rotary=True,
-    tied=False,
-)
+    num_layers=4, hidden_size=64, num_attention_heads=8, vocab_size=1000, ffn_hidden_size=160, head_dim=8,
+    num_query_groups=4, gated=True, rms_norm=True, linear_bias=False, rotary=True, tied=False,
+)  # fmt: skip
 #: The layer of Korthikanti et al. 2022: GELU, as many keys as queries, dropout.
 PAPER = DecoderSizes(
-    num_layers=3,
-    hidden_size=96,
-    num_attention_heads=12,
-    vocab_size=1000,
-    ffn_hidden_size=4 * 96,
-    num_query_groups=12,
-    head_dim=8,
-    learned_positions=64,
-)
+    num_layers=3, hidden_size=96, num_attention_heads=12, vocab_size=1000, ffn_hidden_size=4 * 96, head_dim=8,
+    num_query_groups=12, learned_positions=64,
+)  # fmt: skip
+LATENT = replace(MODERN, latent=Latent(24, 16, 8, 4, 8))
 
 
 def setting(model: DecoderSizes = MODERN, parallel: Parallel = Parallel(), **training) -> Setting:  # noqa: B008
@@ -70,16 +55,21 @@ def setting(model: DecoderSizes = MODERN, parallel: Parallel = Parallel(), **tra
 
 
 def native(one: Setting) -> Estimate:
-    return estimate(one, next(head for head in heads.stock_heads(one) if head.name == "native"))
+    return estimate(one, heads.stock_head(one, "native"))
 
 
 def kept_by_a_layer(one: Setting) -> float:
     """Bytes of one layer and one token that nothing computes again."""
-    kept = 0.0
-    for block in blocks.layers(one.model)[0]:
-        dropped = block.dropped(one)
-        kept += sum(size for name, size in block.kept(one).items() if name not in dropped)
-    return kept
+    return sum(blocks.kinds(one)[letter].kept for letter in blocks.layers(one.model)[0])
+
+
+def block(letter: str, model: DecoderSizes, **training) -> blocks.Block:
+    return blocks.kinds(setting(model, **training))[letter]
+
+
+def mixed(ffn: int = 40, shared: int = 24, load: float = 1, **others) -> DecoderSizes:
+    """3 of 8 experts."""
+    return replace(MODERN, mixture=Mixture(8, 3, ffn, shared, (True,) * 4, load=load), **others)
 
 
 # --- activations -----------------------------------------------------------------------------
@@ -89,13 +79,8 @@ def kept_by_a_layer(one: Setting) -> float:
 @pytest.mark.parametrize("sequence", [16, 128])
 def test_a_layer_keeps_what_the_paper_says(t, sequence):
     """Its equations 1, 2 and 4, and the one of selective recomputation, over s*b."""
-    old = {
-        "sequence": sequence,
-        "transformer_engine": False,
-        "flash_attention": False,
-        "attention_dropout": True,
-        "hidden_dropout": True,
-    }
+    old = {"sequence": sequence, "attention_dropout": True, "hidden_dropout": True}
+    old |= {"transformer_engine": False, "flash_attention": False}
     h, a = PAPER.hidden_size, PAPER.num_attention_heads
     scores = 5 * a * sequence
     tensor, both = (Parallel(gpus=t, tensor=t, sequence=sp) for sp in (False, True))
@@ -106,141 +91,87 @@ def test_a_layer_keeps_what_the_paper_says(t, sequence):
 
 
 def test_flash_attention_grouped_queries_and_a_gate():
-    """Hand-computed: H = 64, 8 heads of 8, 4 groups, F = 160; no dropout."""
+    """Hand-computed: H = 64, 8 heads of 8, 4 groups, F = 160; no dropout. And rotation without its kernel."""
     row, qkv, mlp = 2 * 64, 2 * (64 + 2 * 32), 2 * (2 * 160 + 160)
-    statistics = 4 * 8
-    assert kept_by_a_layer(setting()) == 4 * row + qkv + row + statistics + mlp
-
-
-OWN = {"transformer_engine": False}
-
-
-@pytest.mark.parametrize(
-    ("modules", "layers", "saves"),
-    [
-        (("core_attn",), {}, 4 * 8),
-        # Transformer Engine's first product has the norm in it: with the MLP it is computed again as well.
-        (("mlp",), {}, 2 * 3 * 160 + 2 * 64),
-        (("layernorm",), {}, 0),
-        (("moe", "shared_experts", "mla_up_proj", "moe_act"), {}, 0),
-        # Norms of Megatron's own layers stand alone; an MLP's input is then its norm's output, which is kept.
-        (("layernorm",), OWN, 2 * 2 * 64),
-        (("mlp",), OWN, 2 * 3 * 160),
-        (("mlp", "layernorm"), OWN, 2 * 3 * 160 + 2 * 2 * 64),
-    ],
-)
-def test_selective_recompute_drops_its_modules(modules, layers, saves):
-    kept = kept_by_a_layer(setting(recompute=Recompute(modules=modules), **layers))
-    assert kept_by_a_layer(setting(**layers)) - kept == saves
-
-
-def test_latent_attention_and_experts_have_norms_of_their_own():
-    mixture = Mixture(8, 3, 40, 24, (True,) * 4)
-    model = replace(MODERN, latent=Latent(24, 16, 8, 4, 8), mixture=mixture)
-    norms = kept_by_a_layer(setting(model)) - kept_by_a_layer(
-        setting(model, recompute=Recompute(modules=("layernorm",)))
-    )
-    assert norms == 2 * 2 * 64
-    # The experts' input is then kept; without "layernorm" as their norm's output.
-    moe = setting(model, recompute=Recompute(modules=("moe",)))
-    kept = blocks.Experts(model)
-    assert kept.dropped(moe) == set(kept.inner(moe))
-
-
-@pytest.mark.parametrize("dropout", [False, True])
-def test_latent_attention_without_flash_attention_keeps_its_scores(dropout):
-    """Softmax, and with dropout a mask and its result, 8 heads against 256 tokens; then two more."""
-    model = replace(MODERN, latent=Latent(24, 16, 8, 4, 8))
-    block = blocks.LatentAttention(model)
-    flash, unfused = setting(model), setting(model, flash_attention=False, attention_dropout=dropout)
-    kept = sum(block.inner(unfused).values()) - sum(block.inner(flash).values())
-    assert kept == (5 if dropout else 2) * 8 * 256 - 4 * 8
-    query = 8 * (8 + 4)
-    assert block.backward(unfused) - block.backward(flash) == 2 * 2 * 8 * 256 - 4 * query
-
-
-def test_a_rotation_without_its_kernel_keeps_cosines_and_sines():
+    assert kept_by_a_layer(setting()) == 4 * row + qkv + row + 4 * 8 + mlp
     for micro_batch in (1, 4):
         fused, own = (setting(rope_fusion=fused, micro_batch=micro_batch) for fused in (True, False))
         assert kept_by_a_layer(own) - kept_by_a_layer(fused) == 4 * 2 * 8 / micro_batch
 
 
-def test_chunks_of_a_pattern_and_ends_that_count_as_layers():
-    """6 layers, embedding and loss over 4 stages of 2 chunks: the first and the last chunk are empty."""
-    parallel = Parallel(gpus=4, pipeline=4, chunks=2, ends_count=(True, True))
-    assert parallel.chunk_layers(6) == [0, 1, 1, 1, 1, 1, 1, 0]
-    found = static.stages(setting(replace(MODERN, num_layers=6), parallel))
-    assert [[len(chunk) for chunk in stage.chunks] for stage in found] == [[0, 1], [1, 1], [1, 1], [1, 0]]
+OWN, BOTH = {"transformer_engine": False}, replace(LATENT, mixture=mixed().mixture)
+
+
+@pytest.mark.parametrize(
+    ("model", "modules", "layers", "saves"),
+    [
+        (MODERN, "core_attn", {}, 4 * 8),
+        # Transformer Engine's first product has the norm in it: with the MLP it is computed again as well.
+        (MODERN, "mlp", {}, 2 * 3 * 160 + 2 * 64),
+        (MODERN, "layernorm", {}, 0),
+        (MODERN, "moe shared_experts mla_up_proj moe_act", {}, 0),
+        # Norms of Megatron's own layers stand alone; an MLP's input is then its norm's output, which is kept.
+        (MODERN, "layernorm", OWN, 2 * 2 * 64),
+        (MODERN, "mlp", OWN, 2 * 3 * 160),
+        (MODERN, "mlp layernorm", OWN, 2 * 3 * 160 + 2 * 2 * 64),
+        # So do those of latent attention and experts.
+        (BOTH, "layernorm", {}, 2 * 2 * 64),
+        (BOTH, "moe", {}, 2 * 4 * 8 + 2 * 3 * (64 + 120) + 2 * 3 * 24),
+        (BOTH, "mla_up_proj", {}, 2 * 8 * (2 * 12 + 8)),
+    ],
+)
+def test_selective_recompute_drops_its_modules(model, modules, layers, saves):
+    kept = kept_by_a_layer(setting(model, recompute=Recompute(modules=tuple(modules.split())), **layers))
+    assert kept_by_a_layer(setting(model, **layers)) - kept == saves
+
+
+@pytest.mark.parametrize("dropout", [False, True])
+def test_latent_attention_without_flash_attention_keeps_its_scores(dropout):
+    """Softmax, and with dropout a mask and its result, 8 heads against 256 tokens; then two more."""
+    flash, unfused = (
+        block("*", LATENT, flash_attention=on, attention_dropout=dropout) for on in (True, False)
+    )
+    assert unfused.kept - flash.kept == (5 if dropout else 2) * 8 * 256 - 4 * 8
+    query = 8 * (8 + 4)
+    assert unfused.backward - flash.backward == 2 * 2 * 8 * 256 - 4 * query
 
 
 def test_a_mamba_mixer_keeps_the_scan_before_and_behind_its_gate():
     """Hand-computed: 4 heads of 32, a state of 16, 2 groups."""
-    model = replace(MODERN, pattern="M*M-", state_space=StateSpace(4, 32, 16, 2))
-    mixer, one = blocks.Mamba(model), setting(model)
-    assert mixer.inner(one) == {
-        "input product": 2 * (2 * 128 + 2 * 2 * 16 + 4),
-        "scan, gate and norm": 3 * 2 * 128 + 4 * 2,
-    }
+    mixer = block("M", replace(MODERN, pattern="M*M-", state_space=StateSpace(4, 32, 16, 2)))
+    product, scan = 2 * (2 * 128 + 2 * 2 * 16 + 4), 3 * 2 * 128 + 4 * 2
+    assert (mixer.parts["input product"], mixer.parts["scan, gate and norm"]) == (product, scan)
     states = (4 + 4 + 2 + 2) * 128 * 16 / 128
     within = 4 * 2 * 128  # the products of B and C in a chunk of 128 tokens
-    assert mixer.backward(one) == 2 * (2 * 128 + 2 * 2 * 16 + 4 + 2 * (128 + 2 * 2 * 16)) + states + within
-
-
-def test_experts_at_work_hold_their_tokens_gradients_twice_or_their_products():
-    def backward(ffn: int, gated: bool = True) -> float:
-        mixture = Mixture(8, 3, ffn, 0, (True,) * 4)
-        model = replace(MODERN, mixture=mixture, gated=gated)
-        return blocks.Experts(model).backward(setting(model))
-
-    assert backward(40) == 2 * 2 * 3 * 64  # sorting
-    assert backward(100) == 2 * 3 * 200  # the first product's gradient
-    assert backward(100, gated=False) == 2 * 3 * (64 + 100)  # the second product's two
+    assert mixer.backward == 2 * (2 * 128 + 2 * 2 * 16 + 4 + 2 * (128 + 2 * 2 * 16)) + states + within
 
 
 def test_experts_keep_the_tokens_they_are_sent():
     """Hand-computed: 3 of 8 experts of 40 rows, and a shared one of 24, in place of the MLP's 160."""
-    mixture = Mixture(8, 3, 40, 24, (True,) * 4)
-    inner = blocks.Experts(replace(MODERN, mixture=mixture)).inner(setting(replace(MODERN, mixture=mixture)))
-    assert inner == {
-        "router": 2 * 4 * 8,
-        "dispatched tokens": 2 * 3 * 64,
-        "first product": 2 * 3 * 80,
-        "activation": 2 * 3 * 40,
-        "shared expert": 2 * 3 * 24,
-    }
+    sizes = [2 * 4 * 8, 2 * 3 * 64, 2 * 3 * 80, 2 * 3 * 40, 2 * 3 * 24]
+    assert list(block("E", mixed()).parts.values())[2:] == sizes
     # Without a gate's fused kernel, what the router's weight is multiplied into as well; all with the load.
-    plain = replace(MODERN, gated=False, mixture=replace(mixture, load=1.5))
-    inner = blocks.Experts(plain).inner(setting(plain))
-    assert inner["activation"] == inner["activation before its weight"] == 1.5 * 2 * 3 * 40
+    parts = block("E", mixed(gated=False, load=1.5)).parts
+    assert parts["activation"] == parts["activation before its weight"] == 1.5 * 2 * 3 * 40
+    # At work: sorting; the first product's gradient; the second product's two.
+    at_work = [block("E", mixed(*how, gated=gated)).backward
+               for how, gated in (((40, 0), True), ((100, 0), True), ((100, 0), False))]  # fmt: skip
+    assert at_work == [2 * 2 * 3 * 64, 2 * 3 * 200, 2 * 3 * (64 + 100)]
 
 
-def test_full_recompute_keeps_an_input_a_layer():
-    one = setting(recompute=Recompute(full=True, num_layers=1))
-    found = native(one)
-    row = 2 * 64 * 256
-    assert found.moment("head").parts["activations"] == 4 * row
+def test_recompute_in_units_and_blocks():
+    """An input a layer; in pairs both layers of a unit are there while its second runs backward."""
+    row, whole = 2 * 64 * 256, kept_by_a_layer(setting()) * 256
+    units = (Recompute(True, 1), Recompute(True, 2), Recompute(True, 3, block=True))
+    alone, pairs, block_ = (native(setting(recompute=unit)) for unit in units)
+    kept = [found.moment("head").parts["activations"] for found in (alone, pairs, block_)]
+    assert kept == [4 * row, 2 * row, 3 * row + whole]
     # The first layer's backward runs last: with three inputs fewer, so the last one's is the worst.
-    assert found.moment("layers").parts["activations"] == 3 * row
-
-
-def test_a_layer_at_work_holds_what_measured_runs_showed():
-    """Hand-computed: all that a layer keeps, its output, the gradient of it, and of the first product."""
-    one = setting(recompute=Recompute(full=True, num_layers=1))
-    whole = kept_by_a_layer(setting())
-    assert native(one).moment("layers").parts["layer at work"] == 256 * (whole + 2 * 2 * 64 + 2 * 2 * 160)
-
-
-def test_uniform_units_and_block():
-    row = 2 * 64 * 256
-    in_pairs = native(setting(recompute=Recompute(full=True, num_layers=2)))
-    assert in_pairs.moment("head").parts["activations"] == 2 * row
-    # Both layers of a unit are there while its second runs backward.
-    alone = native(setting(recompute=Recompute(full=True, num_layers=1)))
-    more = in_pairs.moment("layers").parts["layer at work"] - alone.moment("layers").parts["layer at work"]
-    whole = kept_by_a_layer(setting()) * 256
-    assert more == whole - row
-    block = native(setting(recompute=Recompute(full=True, num_layers=3, block=True)))
-    assert block.moment("head").parts["activations"] == 3 * row + whole
+    assert alone.moment("layers").parts["activations"] == 3 * row
+    # All that a layer keeps, its output, the gradient of it, and of the first product.
+    work = alone.moment("layers").parts["layer at work"]
+    assert work == whole + 256 * (2 * 2 * 64 + 2 * 2 * 160)
+    assert pairs.moment("layers").parts["layer at work"] - work == whole - row
 
 
 @pytest.mark.parametrize(
@@ -258,43 +189,32 @@ def test_micro_batches_in_flight(pipeline, chunks, micro_batches, layers):
     model = replace(MODERN, num_layers=pipeline * chunks)
     parallel = Parallel(gpus=pipeline, pipeline=pipeline, chunks=chunks)
     one = setting(model, parallel, num_micro_batches=micro_batches)
-    from megatron_fused_ce.plan.peaks import _Activations
-
-    waiting = [_Activations(one, stage).waiting() for stage in static.stages(one)]
+    waiting = [Activations(one, stage).waiting() for stage in static.stages(one)]
     a_layer = kept_by_a_layer(one) * one.num_tokens
     assert [size / a_layer for size in waiting] == layers
+
+
+def test_chunks_of_a_pattern_and_ends_that_count_as_layers():
+    """6 layers, embedding and loss over 4 stages of 2 chunks: the first and the last chunk are empty."""
+    parallel = Parallel(gpus=4, pipeline=4, chunks=2, ends_count=(True, True))
+    assert parallel.chunk_layers(6) == [0, 1, 1, 1, 1, 1, 1, 0]
+    found = static.stages(setting(replace(MODERN, num_layers=6), parallel))
+    assert [[len(chunk) for chunk in stage.chunks] for stage in found] == [[0, 1], [1, 1], [1, 1], [1, 0]]
 
 
 # --- weights, gradients, optimizer -----------------------------------------------------------
 
 
 def test_static_memory_by_hand():
-    """Llama-3.2-1B on 4 GPUs of data parallelism: 2 + 4 bytes a parameter, and 12 over 4."""
-    one = setting_of(["--model", "llama-3.2-1b", "--gpus", "4", "--seq-length", "1024"])
-    held = static.static(one, static.stages(one)[0])
-    count = 1_235_814_400
-    assert (held.dense, held.experts) == (count, 0)
-    assert (held.weights, held.gradients, held.optimizer) == (2 * count, 4 * count, 3 * count)
-    assert held.step == 0
-
-
-def test_sharding():
-    def held(sharding: str, **others) -> static.Static:
-        optimizer = Optimizer(sharding, **others)
-        one = setting(parallel=Parallel(gpus=8, tensor=2), optimizer=optimizer)
-        return static.static(one, static.stages(one)[0])
-
-    count = held("none").dense
-    assert held("none").total == 18 * count
-    assert held("optimizer").total == 6 * count + 12 * count // 4
-    assert held("full", gradient_bytes=2).total == 16 * count // 4
-    assert held("optimizer", step_bytes=4).step == count
-
-
-def test_experts_are_sharded_over_their_own_ranks():
-    """8 GPUs, EP 4: a rank has a quarter of the experts, whose optimizer 2 ranks share."""
-    mixture = Mixture(8, 2, 40, 0, (True,) * 4)
-    one = setting(replace(MODERN, mixture=mixture), Parallel(gpus=8, expert=4))
+    """2 + 4 bytes a parameter, and 12 over the data-parallel ranks; experts over their own."""
+    llama = setting_of(["--model", "llama-3.2-1b", "--gpus", "4", "--seq-length", "1024"])
+    count, (stage,) = 1_235_814_400, static.stages(llama)
+    assert static.static(llama, stage) == static.Static(count, 0, 2 * count, 4 * count, 3 * count, 0)
+    whole = replace(llama, training=replace(llama.training, distributed_optimizer=False, step_bytes=4))
+    held = static.static(whole, stage)
+    assert (held.total, held.step) == (18 * count, 4 * count)
+    # 8 GPUs, EP 4: a rank has a quarter of the experts, whose optimizer 2 ranks share.
+    one = setting(mixed(shared=0), Parallel(gpus=8, expert=4))
     held = static.static(one, static.stages(one)[0])
     assert held.experts == 4 * 2 * 3 * 64 * 40
     assert held.optimizer == 12 * held.dense // 8 + 12 * held.experts // 2
@@ -321,20 +241,14 @@ _CASES = {
     "bias of queries alone": (replace(MODERN, qkv_bias=True), Parallel(gpus=2, tensor=2)),
     "norms of queries and keys": (replace(MODERN, qk_norm=True), Parallel(gpus=2, tensor=2)),
     "heads wider than the hidden size": (replace(MODERN, head_dim=16), Parallel()),
-    "two stages, untied, MTP": (
-        replace(MODERN, mtp_num_layers=1), Parallel(gpus=4, tensor=2, pipeline=2)
-    ),
-    "two stages, tied, MTP": (
-        replace(MODERN, mtp_num_layers=2, tied=True), Parallel(gpus=2, pipeline=2)
-    ),
+    "two stages, untied, MTP": (replace(MODERN, mtp_num_layers=1), Parallel(gpus=4, tensor=2, pipeline=2)),
+    "two stages, tied, MTP": (replace(MODERN, mtp_num_layers=2, tied=True), Parallel(gpus=2, pipeline=2)),
     "experts, dense first, shared": (
         replace(MODERN, mixture=Mixture(4, 2, 48, 24, (False, True, True, True))),
         Parallel(gpus=4, tensor=2, expert=2, expert_tensor=1),
     ),
-    "latent attention": (
-        replace(MODERN, latent=Latent(24, 16, 8, 4, 8), qk_norm=True), Parallel()
-    ),
-}  # fmt: skip
+    "latent attention": (replace(LATENT, qk_norm=True), Parallel()),
+}
 
 
 @cache
@@ -351,20 +265,13 @@ def megatron_counts() -> dict[str, list[int]]:
 
 
 def _megatron_case(model: DecoderSizes, parallel: Parallel) -> dict:
-    config = {
-        "num_layers": model.num_layers,
-        "hidden_size": model.hidden_size,
-        "num_attention_heads": model.num_attention_heads,
-        "num_query_groups": model.num_query_groups,
-        "kv_channels": model.head_dim,
-        "ffn_hidden_size": model.ffn_hidden_size,
-        "gated_linear_unit": model.gated,
-        "add_bias_linear": model.linear_bias,
-        "add_qkv_bias": model.qkv_bias,
-        "qk_layernorm": model.qk_norm,
-        "normalization": "RMSNorm" if model.rms_norm else "LayerNorm",
-        "mtp_num_layers": model.mtp_num_layers or None,
-    }
+    names = {"num_layers": 0, "hidden_size": 0, "num_attention_heads": 0, "num_query_groups": 0,
+             "ffn_hidden_size": 0, "kv_channels": "head_dim", "gated_linear_unit": "gated",
+             "add_bias_linear": "linear_bias", "add_qkv_bias": "qkv_bias",
+             "qk_layernorm": "qk_norm"}  # fmt: skip
+    config = {name: getattr(model, ours or name) for name, ours in names.items()}
+    config["normalization"] = "RMSNorm" if model.rms_norm else "LayerNorm"
+    config["mtp_num_layers"] = model.mtp_num_layers or None
     if model.latent:
         config |= {**vars(model.latent), "multi_latent_attention": True, "rope_type": "rope"}
         del config["num_query_groups"], config["kv_channels"]
@@ -376,7 +283,6 @@ def _megatron_case(model: DecoderSizes, parallel: Parallel) -> dict:
             "moe_shared_expert_intermediate_size": mixture.shared_ffn_hidden_size,
             "moe_layer_freq": list(map(int, mixture.layers)),
         }
-    padded = setting(model, parallel).padded_vocab_size
     return {
         "world": parallel.gpus,
         "parallel": {
@@ -387,7 +293,7 @@ def _megatron_case(model: DecoderSizes, parallel: Parallel) -> dict:
         },
         "config": config,
         "model": {
-            "vocab_size": padded,
+            "vocab_size": setting(model, parallel).padded_vocab_size,
             "max_sequence_length": model.learned_positions or 64,
             "share_embeddings_and_output_weights": model.tied,
             "position_embedding_type": "learned_absolute" if model.learned_positions else "rope",
@@ -416,10 +322,10 @@ def test_the_vocabulary_is_padded_as_megatron_does(tensor, padded):
 @pytest.mark.parametrize(("name", "per_logit"), [("unfused", 6), ("native", 10), ("te", 4)])
 def test_megatrons_heads_by_hand(name, per_logit):
     one = setting(replace(MODERN, vocab_size=32768), sequence=4096)
-    head = next(head for head in heads.stock_heads(one) if head.name == name)
+    head = heads.stock_head(one, name)
     assert head.peak == per_logit * 4096 * 32768 + 64 * MIB
     twice = replace(one, model=replace(one.model, mtp_num_layers=2))
-    later = next(head for head in heads.stock_heads(twice) if head.name == name)
+    later = heads.stock_head(twice, name)
     waiting = {"unfused": 4, "native": 4, "te": 2}[name]
     assert later.peak - head.peak == 2 * waiting * 4096 * 32768
 
@@ -427,7 +333,7 @@ def test_megatrons_heads_by_hand(name, per_logit):
 def test_a_small_vocabulary_is_bound_by_the_layers_backward_products():
     """2 bytes a logit, grad_hidden, and without fusion grad_weight: more than the loss at T = 32."""
     one = setting(replace(MODERN, vocab_size=512), sequence=32, gradient_fusion=False)
-    head = next(head for head in heads.stock_heads(one) if head.name == "te")
+    head = heads.stock_head(one, "te")
     assert head.peak == 2 * 32 * 512 + 2 * 32 * 64 + 2 * 512 * 64 + 64 * MIB
 
 
@@ -456,12 +362,9 @@ def test_options_of_a_named_model_are_among_the_flags():
     ("words", "rows"),
     [
         ("--fused-ce-logit-softcap 30", False),
-        ("--fused-ce-z-loss 0.0001", False),
-        ("--fused-ce-mask-padded-vocab", False),
-        ("--fused-ce-skip-masked", False),
+        ("--fused-ce-mask-padded-vocab --fused-ce-skip-masked", False),
         ("--fused-ce-label-smoothing 0.1", False),
         ("--fused-ce-logit-softcap 30 --fused-ce-label-smoothing 0.1", True),
-        ("--fused-ce-logit-precision activations", False),
         ("--fused-ce-logits-backend gemm_rows", True),
         ("--fp16", True),
         ("--vocab-size 1001 --make-vocab-size-divisible-by 1", True),
@@ -513,23 +416,18 @@ def _drawn(sizes: dict) -> Setting:
 @given(_SIZES, st.sampled_from(["sequence", "micro_batch", "layers", "vocab"]))
 def test_more_of_anything_takes_no_less(sizes, grown):
     more = {**sizes, grown: 2 * sizes[grown]}
-    for before, after in zip(heads.stock_heads(_drawn(sizes)), heads.stock_heads(_drawn(more)), strict=True):
-        assert estimate(_drawn(more), after).peak >= estimate(_drawn(sizes), before).peak
+    for name in heads.STOCK_PATHS:
+        before, after = (estimate(one, heads.stock_head(one, name)) for one in map(_drawn, (sizes, more)))
+        assert after.peak >= before.peak
 
 
 @settings(max_examples=60, deadline=None)
 @given(_SIZES)
-def test_the_order_of_the_ways(sizes):
-    unfused, native_, te = (head.peak for head in heads.stock_heads(_drawn(sizes)))
+def test_the_order_of_the_ways_and_recompute_keeps_no_more(sizes):
+    unfused, native_, te = (heads.stock_head(_drawn(sizes), name).peak for name in heads.STOCK_PATHS)
     assert te <= unfused <= native_
-
-
-@settings(max_examples=40, deadline=None)
-@given(_SIZES)
-def test_recompute_keeps_no_more(sizes):
-    full, none = _drawn({**sizes, "full": True}), _drawn({**sizes, "full": False})
-    kept = [native(one).moment("head").parts["activations"] for one in (full, none)]
-    assert kept[0] <= kept[1]
+    full, none = (native(_drawn({**sizes, "full": full})).moment("head") for full in (True, False))
+    assert full.parts["activations"] <= none.parts["activations"]
 
 
 @settings(max_examples=20, deadline=None)
@@ -539,7 +437,7 @@ def test_the_longest_sequence_fits_and_the_next_does_not(sizes, mib):
     gpu = replace(H100, capacity=native(one).moment("step").total + mib * MIB)
 
     def make(changed: Setting) -> heads.HeadMemory:
-        return heads.stock_heads(changed)[1]
+        return heads.stock_head(changed, "native")
 
     def at(tokens: int) -> str:
         changed = replace(one, training=replace(one.training, sequence=tokens))
@@ -579,7 +477,7 @@ def test_a_budget_where_only_a_smaller_head_fits():
 def test_tight_is_told_apart():
     """Free memory below 0.3 of the largest tensor; the fp32 logits of the unfused path have 4*T*V bytes."""
     one = setting(replace(MODERN, vocab_size=100_000), sequence=8192)
-    found = estimate(one, heads.stock_heads(one)[0])
+    found = estimate(one, heads.stock_head(one, "unfused"))
     largest = 4 * 8192 * 100_000
     for free, said in ((-1, "does not fit"), (0.29, "tight"), (0.31, "fits")):
         gpu = replace(H100, capacity=found.peak + int(free * largest))
@@ -621,7 +519,7 @@ def test_what_ran_out_of_memory_is_not_said_to_fit():
 
 
 def test_bytes_a_logit_are_those_that_were_measured():
-    used = {path.name: path.bytes_per_logit for path in heads.STOCK_PATHS}
+    used = {name: path.at_peak for name, path in heads.STOCK_PATHS.items()}
     measured = [
         (check_plan.STOCK[row["variant"]], check_plan.bytes_per_logit(row))
         for _, row in check_plan.head_rows()

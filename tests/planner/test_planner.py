@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_fused_ce import FusedCEConfig, planner
+from megatron_fused_ce import FusedCEConfig, head_bytes, planner
+from megatron_fused_ce.head_bytes import PlanInputs
 from megatron_fused_ce.kernels import scaled_exp
-from megatron_fused_ce.planner import PlanInputs, alternatives, plan
+from megatron_fused_ce.planner import alternatives, plan
 from megatron_fused_ce.scripts.dev.figures_plan import chunk_by_chunk
 from megatron_fused_ce.scripts.lib import results as committed_results
 
@@ -48,6 +49,7 @@ def small(of_the_crossing: float, **others) -> PlanInputs:
 
 
 UNWEIGHTED = {"token_weights_known": False}
+RETURNED = {"wgrad_accumulator": "returned"}
 SP4 = {"tp_size": 4, "num_parts": 4}
 
 
@@ -63,14 +65,7 @@ SP4 = {"tp_size": 4, "num_parts": 4}
         (llama(131072), "grad_in_forward", 16, 8192, 0, "store needs"),
         # Chunks of equal size: 8192 and a rest of 1808 would be two passes over grad_weight as well.
         (llama(40000, **SP4), "grad_in_forward", 5, 8064, 0, "store needs"),
-        (
-            llama(10000, strategy="grad_in_forward"),
-            "grad_in_forward",
-            2,
-            5120,
-            0,
-            "asked for by name",
-        ),
+        (llama(10000, strategy="grad_in_forward"), "grad_in_forward", 2, 5120, 0, "asked for by name"),
         (llama(32768, **UNWEIGHTED), "mixed", 8, 4096, 3, "grad_in_forward needs token weights"),
         # The last pass over grad_weight costs less than one tenth of a fourth product.
         (llama(17408), "grad_in_forward", 3, 5888, 0, "store needs"),
@@ -78,14 +73,7 @@ SP4 = {"tp_size": 4, "num_parts": 4}
         (llama(32768, 9000), "store", 4, 8192, 4, "budget of 9000 MiB"),
         (llama(32768, 8200), "store", 4, 8192, 4, "grad_in_forward is no faster"),
         (llama(32768, 8130), "grad_in_forward", 4, 8192, 0, "store is no faster"),
-        (
-            llama(32768, 8130, **UNWEIGHTED),
-            "store",
-            8,
-            4096,
-            8,
-            "grad_in_forward needs token weights",
-        ),
+        (llama(32768, 8130, **UNWEIGHTED), "store", 8, 4096, 8, "grad_in_forward needs token weights"),
         (llama(32768, 6200, **UNWEIGHTED), "mixed", 8, 4096, 5, "store needs"),
         (llama(32768, 2500), "grad_in_forward", 22, 1536, 0, "budget of 2500 MiB"),
         (llama(32768, 2250), "mixed", 8, 4096, 1, "grad_in_forward needs 2333 MiB"),
@@ -107,44 +95,16 @@ SP4 = {"tp_size": 4, "num_parts": 4}
         (llama(200, 50), "recompute", 1, 200, 0, "cannot be met"),
         # Where grad_weight is returned in bf16, one chunk needs no fp32 sum.
         (llama(4096, wgrad_accumulator="returned"), "store", 1, 4096, 1, "default budget"),
-        (
-            llama(12000, strategy="recompute", wgrad_accumulator="returned", tp_size=2),
-            "recompute",
-            1,
-            12000,
-            0,
-            "",
-        ),
-        (
-            llama(17000, strategy="recompute", wgrad_accumulator="returned", tp_size=2),
-            "recompute",
-            3,
-            5760,
-            0,
-            "",
-        ),
+        (llama(12000, strategy="recompute", tp_size=2, **RETURNED), "recompute", 1, 12000, 0, ""),
+        (llama(17000, strategy="recompute", tp_size=2, **RETURNED), "recompute", 3, 5760, 0, ""),
         # A frozen weight: grad_in_forward has no sum to keep.
         (llama(32768, wgrad_accumulator="none"), "grad_in_forward", 4, 8192, 0, "store needs"),
-        (
-            llama(32768, wgrad_accumulator="none", **UNWEIGHTED),
-            "mixed",
-            32,
-            1024,
-            7,
-            "default budget",
-        ),
+        (llama(32768, wgrad_accumulator="none", **UNWEIGHTED), "mixed", 32, 1024, 7, "default budget"),
         # Row kernels: store needs a chunk more.
         (llama(16384, logits_backend="gemm_rows"), "grad_in_forward", 2, 8192, 0, "store needs"),
         (llama(8192, 3000, logits_backend="gemm_rows"), "store", 3, 2816, 3, "budget"),
         # Multi-token prediction: three heads wait for their backward.
-        (
-            llama(16384, 9000, uses_in_flight=3),
-            "grad_in_forward",
-            2,
-            8192,
-            0,
-            "store needs 12131 MiB",
-        ),
+        (llama(16384, 9000, uses_in_flight=3), "grad_in_forward", 2, 8192, 0, "store needs 12131 MiB"),
         # Chunks that were asked for stay; auto chooses the strategy for them.
         (llama(32768, num_chunks=3), "grad_in_forward", 3, 10923, 0, "store needs"),
         (llama(8192, chunk_tokens=1000), "store", 9, 1000, 9, "default budget"),
@@ -153,14 +113,7 @@ SP4 = {"tp_size": 4, "num_parts": 4}
         # By name.
         (llama(100000, strategy="store"), "store", 13, 7808, 13, "asked for by name"),
         (llama(32768, 1000, strategy="recompute"), "recompute", 4, 8192, 0, "budget of 1000 MiB"),
-        (
-            llama(32768, 2400, strategy="grad_in_forward"),
-            "grad_in_forward",
-            32,
-            1024,
-            0,
-            "asked for by name",
-        ),
+        (llama(32768, 2400, strategy="grad_in_forward"), "grad_in_forward", 32, 1024, 0, "asked for by name"),
         (llama(50, strategy="store", num_chunks=9), "store", 9, 6, 9, "asked for by name"),
         (llama(0), "store", 0, 0, 0, "default budget"),
         # On both sides of the crossing; the CPU is the host.
@@ -169,6 +122,24 @@ SP4 = {"tp_size": 4, "num_parts": 4}
         (small(0.99, device="cpu"), "grad_in_forward", 4, 4096, 0, "store needs"),
         (small(0.99, strategy="grad_in_forward"), "grad_in_forward", 2, 8192, 0, "waits for the host"),
         (small(0.01, strategy="grad_in_forward", device="cpu"), "grad_in_forward", 4, 4096, 0, "by name"),
+        # grad_weight at once fits with shorter chunks alone.
+        (
+            inputs_of(
+                19892,
+                5,
+                29,
+                tp_size=2,
+                num_parts=2,
+                device="H200",
+                wgrad_accumulator="low_main_grad",
+                memory_mb=66,
+            ),
+            "store",
+            20,
+            1024,
+            20,
+            "budget of 66 MiB",
+        ),
         # A device that nobody measured.
         (llama(32768, device="Other"), "grad_in_forward", 8, 4096, 0, "store needs"),
     ],
@@ -179,9 +150,6 @@ def test_choices(inputs, strategy, count, capacity, stored, words):
     assert came == (strategy, count, capacity, stored), chosen.why
     assert words in chosen.why
     assert "\n" not in chosen.why
-
-
-RETURNED = {"wgrad_accumulator": "returned"}
 
 
 @pytest.mark.parametrize(
@@ -227,9 +195,9 @@ def test_blocks_of_columns(inputs, block_columns):
 )
 def test_a_hopper_is_known_by_a_word_of_its_name(device, expected):
     inputs = inputs_of(1, 1, 1, device=device)
-    assert inputs.longest_chunk("store") == 8192
+    assert planner.longest_chunk(inputs, "store") == 8192
     for strategy in ("recompute", "mixed", "grad_in_forward"):
-        assert inputs.longest_chunk(strategy) == expected
+        assert planner.longest_chunk(inputs, strategy) == expected
 
 
 SKIPS = {"skip_zero_upstream": True}
@@ -246,11 +214,7 @@ SKIPS = {"skip_zero_upstream": True}
         ("store", {"wgrad_accumulator": "returned"}, 10000 * 1000 + 10000 * 64),
         # Three heads wait for their backward together.
         ("store", {"uses_in_flight": 3}, 3 * 10000 * 1000 + 10000 * 64 + 2 * 32 * 5000),
-        (
-            "grad_in_forward",
-            {},
-            4000 * 1000 + 4000 * 64 + 8 * 2000 * 4 + 2000 * 4 // 16 + 4 * 1000 * 64,
-        ),
+        ("grad_in_forward", {}, 4000 * 1000 + 4000 * 64 + 8 * 2000 * 4 + 2000 * 4 // 16 + 4 * 1000 * 64),
         # Its forward, with what the product leaves of each tile.
         ("store", {"wgrad_accumulator": "none"}, 10000 * 1000 + 8 * 2000 * 4 + 2000 * 4 // 16),
         # By chunks, with a copy of a chunk's rows, their scaled hidden states, and the hidden states of all
@@ -268,11 +232,7 @@ SKIPS = {"skip_zero_upstream": True}
         ("store", {"saves_logits": True}, 10000 * 1000 + 4000 * 1000),
         ("recompute", {"saves_logits": True}, 4000 * 1000 + 2000 * 4 // 16),
         ("store", {"logits_backend": "gemm_rows", "dtype": "float32"}, 20000 * 1000 + 8000 * 1000),
-        (
-            "recompute",
-            {"logits_backend": "gemm_rows", "wgrad_accumulator": "returned"},
-            4000 * 1000 + 256000,
-        ),
+        ("recompute", {"logits_backend": "gemm_rows", "wgrad_accumulator": "returned"}, 4000 * 1000 + 256000),
         ("recompute", {"logits_backend": "gemm_rows", "dtype": "float16"}, 4000 * 1000 + 256000),
     ],
 )
@@ -327,14 +287,14 @@ SUM, SAMPLE = 4 * 1000 * 64, 2 * 64 * 64
             "grad_in_forward",
             {"num_parts": 2},
             # One gathered chunk is read by grad_weight, one by the product, one is on its way.
-            2 * LOGITS + 3 * HIDDEN + HIDDEN + SUM + 2 * TILES + MARKS + 2 * 48 * 2000 + SAMPLE,
+            2 * LOGITS + 3 * HIDDEN + HIDDEN + SUM + 2 * TILES + MARKS + 2 * 48 * 2000 + SAMPLE
         ),
         ("grad_in_forward", {}, 2 * LOGITS + HIDDEN + SUM + 2 * TILES + MARKS + 2 * 48 * 2000 + SAMPLE),
         # One chunk has no other beside it.
         (
             "grad_in_forward",
             {"num_parts": 2, "chunk_tokens": 5000},
-            (LOGITS + 2 * HIDDEN + TILES + MARKS + 48 * 2000) * 5 // 2 + SUM + SAMPLE,
+            (LOGITS + 2 * HIDDEN + TILES + MARKS + 48 * 2000) * 5 // 2 + SUM + SAMPLE
         ),
         ("grad_in_forward", {"num_parts": 2, "wgrad_accumulator": "none", "logits_backend": "gemm_rows"},
          2 * LOGITS + 4 * HIDDEN + 2 * 48 * 2000),
@@ -347,7 +307,7 @@ SUM, SAMPLE = 4 * 1000 * 64, 2 * 64 * 64
         (
             "recompute",
             {"num_parts": 2, "chunk_tokens": 2500, **SKIPS},
-            (LOGITS + 4 * HIDDEN + MARKS) * 5 // 4 + 5 * HIDDEN // 4,
+            (LOGITS + 4 * HIDDEN + MARKS) * 5 // 4 + 5 * HIDDEN // 4
         ),
         ("recompute", {}, LOGITS + MARKS),
         ("recompute", {"num_parts": 2, "logits_backend": "gemm_rows"}, LOGITS + 4 * HIDDEN),
@@ -356,7 +316,7 @@ SUM, SAMPLE = 4 * 1000 * 64, 2 * 64 * 64
         (
             "store",
             {"num_parts": 2, "hidden_size": 256, "chunk_tokens": 5000},
-            5 * LOGITS // 2 + 3 * (4 * HIDDEN) * 5 // 2,
+            5 * LOGITS // 2 + 3 * (4 * HIDDEN) * 5 // 2
         ),
         ("store", {"logits_backend": "gemm_rows"}, 7 * LOGITS // 2),
         # A frozen weight needs no hidden states there.
@@ -368,11 +328,11 @@ SUM, SAMPLE = 4 * 1000 * 64, 2 * 64 * 64
         (
             "store",
             {"hidden_size": 1, "tp_size": 3},
-            5 * LOGITS // 2 + 2 * TILES + MARKS + 2 * 64 * 2000 + 132,
+            5 * LOGITS // 2 + 2 * TILES + MARKS + 2 * 64 * 2000 + 132
         ),
         ("store", {"num_tokens": 0, "num_parts": 2}, -32 * 5000),
         ("grad_in_forward", {"num_tokens": 0, "num_parts": 2}, SUM - 32 * 5000),
-        ("recompute", {"num_tokens": 0, "wgrad_accumulator": "returned"}, SUM - 32 * 5000),
+        ("recompute", {"num_tokens": 0, "wgrad_accumulator": "returned"}, SUM - 32 * 5000)
     ],
 )  # fmt: skip
 def test_predicted_bytes_over_ranks(strategy, others, expected):
@@ -394,7 +354,7 @@ def heads(draw) -> PlanInputs:
         dtype=draw(st.sampled_from(["bfloat16", "bfloat16", "float16", "float32"])),
         num_parts=num_parts,
         tp_size=tp_size,
-        wgrad_accumulator=draw(st.sampled_from(planner.WGRAD_ACCUMULATORS)),
+        wgrad_accumulator=draw(st.sampled_from(head_bytes.WGRAD_ACCUMULATORS)),
         token_weights_known=draw(st.booleans()),
         **draw(st.sampled_from([{}, {"saves_logits": True}, {"logits_backend": "gemm_rows"}])),
         device=draw(st.sampled_from(["NVIDIA H200", "NVIDIA H200", "cpu", "Other"])),
@@ -450,7 +410,7 @@ def test_within_the_budget_wherever_anything_fits(inputs, memory_mb):
     for strategy in (
         "store",
         "recompute",
-        *(["grad_in_forward"] if inputs.token_weights_known and not inputs.shows_the_wait else []),
+        *(["grad_in_forward"] if inputs.token_weights_known and not planner.shows_the_wait(inputs) else []),
     ):
         # The others are never cut shorter than is fast, whatever a few rows or a frozen weight would save.
         for size in sizes if strategy == "recompute" else {1024, 8192, max(256, inputs.num_tokens)}:
@@ -473,7 +433,7 @@ def test_no_strategy_by_name_is_faster(inputs, memory_mb):
     for strategy in (
         "store",
         "recompute",
-        *(["grad_in_forward"] if inputs.token_weights_known and not inputs.shows_the_wait else []),
+        *(["grad_in_forward"] if inputs.token_weights_known and not planner.shows_the_wait(inputs) else []),
     ):
         try:
             named = plan(changed(inputs, memory_mb=memory_mb, strategy=strategy))
@@ -496,7 +456,7 @@ def test_one_answer(inputs, memory_mb):
 @given(heads())
 def test_no_budget_is_what_grad_in_forward_needs(inputs):
     chosen = plan(inputs)
-    may_differentiate = inputs.token_weights_known and not inputs.shows_the_wait
+    may_differentiate = inputs.token_weights_known and not planner.shows_the_wait(inputs)
     grad_in_forward = plan(changed(inputs, strategy="grad_in_forward"))
     if "cannot be met" in chosen.why:
         # A few tokens or rows, whose hidden states outweigh their logits: they wait for the backward.
@@ -512,7 +472,7 @@ def test_no_budget_is_what_grad_in_forward_needs(inputs):
 def test_chunks_no_longer_than_the_table(inputs, memory_mb):
     """But for one chunk of all tokens where that saves the fp32 sum of grad_weight."""
     chosen = plan(changed(inputs, memory_mb=memory_mb))
-    longest = inputs.longest_chunk(chosen.strategy)
+    longest = planner.longest_chunk(inputs, chosen.strategy)
     if chosen.capacity > longest:
         assert chosen.count == 1 and inputs.wgrad_accumulator == "returned"
         assert chosen.memory.grad_weight_sum == 0
@@ -674,7 +634,7 @@ def test_inputs_that_do_not_fit(field, value, words):
 
 def test_its_sizes_are_those_of_the_kernels():
     """Which it cannot import: it answers without torch and triton."""
-    assert scaled_exp.TILING.block_n == planner.TILE_COLUMNS
+    assert scaled_exp.TILING.block_n == head_bytes.TILE_COLUMNS
 
 
 def test_no_size_is_the_reason_against_its_equal():
@@ -703,4 +663,4 @@ def test_no_size_is_the_reason_against_its_equal():
     ],
 )
 def test_sizes_in_words(num_bytes, words):
-    assert planner.size_in_words(num_bytes) == words
+    assert head_bytes.size_in_words(num_bytes) == words
