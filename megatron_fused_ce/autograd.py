@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from megatron_fused_ce import autocast, masked_tokens, promise
-from megatron_fused_ce.backward import PrecomputedGrads, Saved, SavedChunk, backward, scale_precomputed
+from megatron_fused_ce.backward import (
+    PrecomputedGrads,
+    Saved,
+    SavedChunk,
+    backward,
+    for_later,
+    scale_precomputed,
+)
 from megatron_fused_ce.call import CallSpec, Context, NeedsGrad
 from megatron_fused_ce.forward import forward
 from megatron_fused_ce.loss import Upstream
@@ -125,7 +132,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
             saved = out.saved
             tensors: list[Tensor | None] = [*chain.from_iterable(saved.chunks)]
             ctx.num_of_chunks = len(tensors)
-            others = None if targets.others is None else targets.others.saved(spec.plan.strategy)
+            others = None if targets.others is None else targets.others.saved(spec.remakes_logits)
             of_call = saved.last_hidden, saved.matrix, others, targets.inv_temperature, targets.ignored, kept
             ctx.structure = take_apart(of_call, tensors)
             # The input itself where it can be, which autograd knows.
@@ -199,13 +206,14 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
                 if result is None:
                     saved = Saved(tuple(map(SavedChunk._make, saved_chunks)), *rest)
                     run = backward_of_nonzero if spec.skip_zero_upstream else backward
-                    operands = context, hidden, weight
                     result = None, None
                     if any(needs_grad):
-                        result = run(*operands, saved, upstream, needs_grad)
+                        result = run(context, hidden, weight, saved, upstream, needs_grad)
                     if later is not None:
-                        saved = saved._replace(last_hidden=None)  # gathered again
-                        make = partial(run, *operands, saved, upstream, NeedsGrad(False, True))
+                        waits, kept_for_it = for_later(context, saved)
+                        make = partial(
+                            run, waits, hidden, weight, kept_for_it, upstream, NeedsGrad(False, True)
+                        )
                         later.put(partial(_make_grad_weight, make, accumulators, spec, device))
                         result = result[0], accumulators(weight, 0, False).close(None)
         except BaseException:

@@ -161,8 +161,9 @@ class Call(NamedTuple):
     open_grad_weight: OpenGradWeight = ReturnedGradWeight
     #: where a backward leaves ``grad_weight`` to be made; with accumulators that add to a ``main_grad``
     later: Later | None = None
-    #: calls that wait for their backward together, for plans of memory
+    #: calls that wait for their backward together, and those that wait in ``later``, for plans of memory
     uses_in_flight: int = 1
+    uses_later: int = 0
     #: whose calls these are; heads of different weights, or of different losses, are best told apart
     head: Head = UNNAMED
 
@@ -242,6 +243,11 @@ class CallSpec(NamedTuple):
             self.history.broken.add(self.key)
             self.history.forget_specs()  # they were made with the promise
             self.head.say(broken_promise(self.head, self.key))
+
+    @property
+    def remakes_logits(self) -> bool:
+        """Whether a backward, or what it leaves for later, may read labels and statistics for them."""
+        return self.plan.strategy != "store" or not self.plan.keeps_logits
 
     @property
     def wgrad_at_once(self) -> bool:
@@ -600,6 +606,7 @@ def _plan(
         saves_logits=logits.saves_logits,
         device=_DEVICES[settled.facts["device"]],
         uses_in_flight=call.uses_in_flight,
+        uses_later=0 if call.later is None else call.uses_later,
         **call.other_targets.in_plan(),
     )
     return planner.plan(inputs)

@@ -247,8 +247,9 @@ class _Save:
             with phase("statistics"):
                 row_scale = spec.logits.finalize(scored.logits, scored.targets, scored.scores, merged)
             matrix = scored.logits if self._matrix is None else None  # else saved with all others
-        terms = None if row_scale is not None else spec.form.saved(merged)
-        labels = None if row_scale is not None else scored.targets.labels
+        again = row_scale is None or spec.remakes_logits
+        terms = spec.form.saved(merged) if again else None
+        labels = scored.targets.labels if again else None
         self._saved.append(SavedChunk(labels, matrix, row_scale, terms))
 
     def finish(self, last_hidden: Tensor | None) -> tuple[Saved, None]:

@@ -90,7 +90,7 @@ def _in_columns(
     labels, config = call.labels, call.config
     ids = in_token_order(labels, labels, spec.comm.num_parts).to(torch.int64)
     local, ignored = columns_of(ids, spec, config), None
-    reads_labels = spec.plan.strategy != "store" or not spec.logits.saves_e  # in a backward
+    reads_labels = spec.remakes_logits or not spec.logits.saves_e  # in a backward
     if config.ignore_index is not None:
         ignored = ids == config.ignore_index
         local = local.masked_fill(ignored, -1)

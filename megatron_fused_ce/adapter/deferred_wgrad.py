@@ -77,19 +77,18 @@ def _why_at_once(config: Any, kind: str) -> str:
 UNKNOWN_MICRO_BATCHES = 1024
 
 
-def calls_in_flight(config: Any) -> int:
-    """Calls of a head that wait together, at most."""
-    heads = 1 + (getattr(config, "mtp_num_layers", None) or 0)
+def calls_later(config: Any) -> int:
+    """Calls of a head whose ``grad_weight`` waits at once, at most."""
     if not is_on(config):
-        return heads
+        return 0
     from megatron.core import num_microbatches_calculator
 
     try:
         micro_batches = int(num_microbatches_calculator.get_num_microbatches())
     except (AssertionError, AttributeError):  # nobody has set it up
         micro_batches = UNKNOWN_MICRO_BATCHES
-    limit = int(getattr(config, "wgrad_deferral_limit", 0))
-    return heads + min(heads * micro_batches, limit or heads * micro_batches)
+    calls = (1 + (getattr(config, "mtp_num_layers", None) or 0)) * micro_batches
+    return min(calls, int(getattr(config, "wgrad_deferral_limit", 0)) or calls)
 
 
 def patch(module: ModuleType) -> None:

@@ -290,7 +290,8 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
             unmasked=token_weights.unmasked(),
             open_grad_weight=open_grad_weight,
             later=deferred_wgrad.later_of(self, open_grad_weight),
-            uses_in_flight=deferred_wgrad.calls_in_flight(self.config),
+            uses_in_flight=1 + (getattr(self.config, "mtp_num_layers", None) or 0),
+            uses_later=deferred_wgrad.calls_later(self.config),
             **more,
         )
 

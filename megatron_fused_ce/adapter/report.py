@@ -130,7 +130,8 @@ def adopted(model: Any, megatron_args: Any, has_plan: bool = True) -> None:
             device=device_in_plans(device),
             # As pretrain_gpt.py and train_rl.py call their models; the first evaluation corrects it.
             token_weights_known=not trains_by_rl,
-            uses_in_flight=deferred_wgrad.calls_in_flight(model.config),
+            uses_in_flight=1 + (getattr(model.config, "mtp_num_layers", None) or 0),
+            uses_later=deferred_wgrad.calls_later(model.config),
         )
         layer._fused_ce_expected = plan(inputs)
         _say_plan(layer, layer._fused_ce_expected, _stock_words(layer, tokens, hidden.dtype), why)
@@ -199,7 +200,7 @@ def _say_plan(layer: Any, chosen: Plan, of_stock: str, why_not: str, before: str
     if config.loss_options:
         notes.append(f"loss with {config.loss_options}")
     if getattr(layer.config, "defer_embedding_wgrad_compute", False):
-        kept = "their logits" if chosen.stored_chunks else "hidden states and some floats a token"
+        kept = "their logits" if chosen.keeps_logits else "hidden states and some floats a token"
         notes.append(f"grad_weight waits for the pipeline's bubble, until when calls keep {kept}")
     if notes:
         say(f"why: {'; '.join(notes)}" if config.strategy == "auto" else "; ".join(notes))

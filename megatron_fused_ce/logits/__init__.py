@@ -45,8 +45,8 @@ class OrderedTargets(Protocol):
     def of_chunk(self, chunk: Chunk, split: Callable[[Tensor], Tensor]) -> OrderedTargets:
         """Those of a chunk. ``split``: :meth:`.call.Context.split` for it."""
 
-    def saved(self, strategy: str) -> OrderedTargets | None:
-        """What a backward reads of them."""
+    def saved(self, remakes_logits: bool) -> OrderedTargets | None:
+        """What a backward reads of them: see :attr:`.CallSpec.remakes_logits`."""
 
     def masked(self, upstream: Upstream) -> Upstream:
         """Upstream gradients without those of entries that are empty."""

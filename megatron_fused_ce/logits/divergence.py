@@ -85,13 +85,13 @@ class Teacher(NamedTuple):
         weights = None if self.label_weights is None else split(self.label_weights)
         return self._replace(hidden=hidden, label_weights=weights)
 
-    def saved(self, strategy: str) -> Teacher | None:
+    def saved(self, remakes_logits: bool) -> Teacher | None:
         """None where the gradients of all logits are saved.
 
         Else with a copy of its hidden states, as of labels: they may lie in a buffer that another rank fills
         again before the backward, of which autograd does not know.
         """
-        return None if strategy == "store" else self._replace(hidden=self.hidden.clone())
+        return self._replace(hidden=self.hidden.clone()) if remakes_logits else None
 
     def masked(self, upstream: Upstream) -> Upstream:
         return upstream

@@ -49,7 +49,7 @@ class LabelSet(NamedTuple):
     def of_chunk(self, chunk: Chunk, split: Callable[[Tensor], Tensor]) -> LabelSet:
         return LabelSet(split(self.columns), None if self.shares is None else split(self.shares))
 
-    def saved(self, strategy: str) -> LabelSet:
+    def saved(self, remakes_logits: bool) -> LabelSet:
         return self
 
     def masked(self, upstream: Upstream) -> Upstream:

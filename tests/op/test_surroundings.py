@@ -203,6 +203,7 @@ def changes_of(args: Call) -> dict[str, dict[str, Any]]:
         "active_mask": {"on": True},
         "open_grad_weight": {"main_grad": opens_main_grad},
         "uses_in_flight": {"2": 2},
+        "uses_later": {"2": 2},
         "later": {"no limit": Later(0), "three": Later(3)},
         "head": {"another": Head("another")},
     }
