@@ -7,6 +7,7 @@
     python -m megatron_fused_ce compare     # is it the same training?
     python -m megatron_fused_ce memory      # where did the memory go?
     python -m megatron_fused_ce sweep       # how many chunks?
+    python -m megatron_fused_ce selfcheck   # is it right and fast on this machine?
     python -m megatron_fused_ce autoload    # lets every launch of this environment know the flag
 """
 
@@ -33,6 +34,7 @@ COMMANDS = {
         "where did the memory go? one step of a launch, flag off and on",
     ),
     "sweep": ("scripts.runs.sweep", "how many chunks? time against memory, and the flags to use"),
+    "selfcheck": ("scripts.runs.selfcheck", "is it right on this machine, and how fast? two minutes"),
     "autoload": ("autoload", "let every launch of this environment know the flag"),
 }
 HELP = """\

@@ -16,6 +16,7 @@ import random
 import statistics
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -70,8 +71,9 @@ def drawn(seed: int, size: int, device: torch.device, kind: str) -> tuple[HeadIn
     return inputs, {"options": options, "weights": weights, "sequence_parallel": draw.random() < 0.5}
 
 
-def call(folder: Checkout, world: World, kind: str, inputs: HeadInputs, given: dict[str, Any]) -> Made:
-    with folder:
+def call(folder: Checkout | None, world: World, kind: str, inputs: HeadInputs, given: dict[str, Any]) -> Made:
+    """What a call gives, of the package in ``folder``, or of this one."""
+    with folder or nullcontext():
         package, rl = import_module(PACKAGE), import_module(f"{PACKAGE}.rl")
         rows = len(inputs.weight) // world.size
         weight = inputs.weight[world.rank * rows :][:rows].clone().requires_grad_()
@@ -112,11 +114,13 @@ def _labels(inputs: HeadInputs) -> tuple[Tensor, Tensor]:
     return ids, inputs.grad_loss.unsqueeze(-1) * torch.tensor([1.0, -0.5, 0.25], device=ids.device)
 
 
-def exact(kind: str, inputs: HeadInputs, options: dict[str, Any]) -> tuple[Tensor, ...]:
-    """Output and both gradients in fp64."""
+def exact(
+    kind: str, inputs: HeadInputs, options: dict[str, Any], dtype: torch.dtype | None = None
+) -> tuple[Tensor, ...]:
+    """Output and both gradients by the plain definition in ``dtype``, None for fp64."""
     names = ("z_loss", "label_smoothing", "logit_softcap")
     config = replace(inputs.config, **{name: options[name] for name in names if name in options})
-    inputs, wide = replace(inputs, config=config), torch.float64
+    inputs, wide = replace(inputs, config=config), dtype or torch.float64
     if kind == "labels":
         made, _, *grads = reference.plain_several(inputs, *_labels(inputs), wide)
         return made, *grads

@@ -42,6 +42,9 @@ random state                   core/tensor_parallel/random.py: the tracker's sta
 ``te_general_gemm``            core/transformer/moe/moe_utils.py up to 0.16 reads the name without
                                Transformer Engine too
 `record_stream`, NVTX ranges   combined 1F1B (core/pipeline_parallel/utils.py)
+``ColumnParallelLinear``       core/tensor_parallel/layers.py: with --defer-embedding-wgrad-compute
+                               all of them use lists that the output layer alone has; the others are
+                               Transformer Engine's on GPUs
 inference column linear test   core/tensor_parallel/inference_layers.py (after 0.19) calls
                                ``isinstance`` with classes that Transformer Engine would define
 ``get_nccl_options``           core/parallel_state.py asks for streams of high priority under FSDP2
@@ -63,6 +66,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
+import functools
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -373,6 +377,19 @@ def _stand_in_for_inference_layers(module: Any) -> None:
         module.is_inference_column_parallel_linear = lambda layer: False
 
 
+def _stand_in_for_local_layers(module: Any) -> None:
+    make = module.ColumnParallelLinear.__init__
+
+    @functools.wraps(make)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        if self.embedding_activation_buffer is None:
+            self.config = copy.copy(self.config)
+            self.config.defer_embedding_wgrad_compute = False
+
+    module.ColumnParallelLinear.__init__ = __init__
+
+
 _MODULE_STAND_INS: dict[str, Callable[[Any], None]] = {
     "megatron.core.datasets.utils": _stand_in_for_compile_helpers,
     "megatron.legacy.fused_kernels": _stand_in_for_fused_kernels,
@@ -382,6 +399,7 @@ _MODULE_STAND_INS: dict[str, Callable[[Any], None]] = {
     "megatron.core.parallel_state": _stand_in_for_nccl_options,
     "megatron.core.distributed.torch_fully_sharded_data_parallel": _stand_in_for_device_mesh,
     "megatron.core.distributed.fsdp.mcore_fsdp_adapter": _stand_in_for_device_mesh,
+    "megatron.core.tensor_parallel.layers": _stand_in_for_local_layers,
     "megatron.core.tensor_parallel.inference_layers": _stand_in_for_inference_layers,
     "megatron.core.dist_checkpointing.strategies.filesystem_async": _stand_in_for_spawned_processes,
     "megatron.core.transformer.moe.moe_utils": _stand_in_for_moe_utils,

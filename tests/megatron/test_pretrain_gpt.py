@@ -58,6 +58,21 @@ def test_pretrain_gpt_flag_off_and_on(checkout, tmp_path, case):
 
 
 @on_checkouts
+@pytest.mark.parametrize("case", ["pp2", "pp2-mtp", "vpp-wgrad"])
+def test_pretrain_gpt_with_deferred_weight_gradients(checkout, tmp_path, case):
+    """Against a launch without Megatron's deferral, which is no reference (parallel/test_models.py)."""
+    stock, native = (figures_of(checkout, tmp_path, flags, case) for flags in ("", launches.STOCK["native"]))
+    deferred = "--defer-embedding-wgrad-compute"
+    for more in (f"recompute {deferred}", f"store {deferred} --wgrad-deferral-limit 3"):
+        figures = figures_of(checkout, tmp_path, f"{CHUNKS} {more}", case)
+        assert (
+            figures.heads_fused == NUM_HEADS.get(case, 1) * NUM_FORWARDS and not figures.logits_materialised
+        )
+        ours, yardstick = (pretrain.differences(one, stock) for one in (figures, native))
+        assert ours[0] <= max(1e-6, 2 * yardstick[0]) and ours[1] <= max(1e-5, 2 * yardstick[1])
+
+
+@on_checkouts
 def test_pretrain_gpt_under_fsdp(checkout, tmp_path):
     """torch FSDP2 and Megatron-FSDP, which shard the head's weight, against DDP without the flag."""
     stock = figures_of(checkout, tmp_path, "", "fsdp")

@@ -220,6 +220,9 @@ def test_the_commands_run_from_elsewhere(python, tmp_path):
     assert "Recommended on this CPU:" in command(f"sweep {sizes} --strategies store --out swept").stdout
     made = {path.name for path in (tmp_path / "swept").iterdir()}
     assert {"sweep.json", "sweep.md"} <= made
+    assert (
+        "6 calls against fp64, 0 wrong" in command("selfcheck --device cpu --calls 6 --out right.json").stdout
+    )
     assert str(python.parents[1]) in command("autoload status").stdout
     assert used == set(COMMANDS)
     bad = command("paln", ok=False)

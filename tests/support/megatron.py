@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import importlib.util
 import io
@@ -306,11 +305,6 @@ def build_stages(model: Model, rank: Rank, seed: int = 7) -> list[Any]:
     for stage in range(model.virtual):
         torch.manual_seed(seed + 100 * stage)
         made = _gpt(model, config, stage) if model.family == "gpt" else _hybrid(model, config, rank)
-        for layer in made.modules():
-            # Megatron's own layers fail with it, of which Transformer Engine's models have the output layer.
-            if getattr(layer, "embedding_activation_buffer", ()) is None:
-                layer.config = copy.copy(config)
-                layer.config.defer_embedding_wgrad_compute = False
         stages.append(made.to(rank.device, model.dtype or torch.float32))
     return stages
 

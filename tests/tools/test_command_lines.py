@@ -25,7 +25,7 @@ from megatron_fused_ce.plan import head_command
 from megatron_fused_ce.scripts.bench import cases, commits, peers
 from megatron_fused_ce.scripts.demo import __main__ as demo
 from megatron_fused_ce.scripts.dev import upstream_tests
-from megatron_fused_ce.scripts.runs import compare, memory, pretrain, sweep
+from megatron_fused_ce.scripts.runs import compare, memory, pretrain, selfcheck, sweep
 from tests import soak
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,6 +40,7 @@ READERS: dict[str, tuple[Parse, list[str]]] = {
     "compare": (compare.main, ["a", "b"]),
     "memory": (memory.main, []),
     "sweep": (sweep.main, []),
+    "selfcheck": (selfcheck.main, []),
     "bench": (lambda words: cases.parse_arguments("", words), []),
     "bench.commits": (commits.main, ["--old", "nowhere"]),
     "bench.peers": (peers.main, []),

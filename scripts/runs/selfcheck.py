@@ -1,0 +1,108 @@
+"""Is the head right on this machine, and how fast? Two minutes on a GPU that nobody ran it on.
+
+A hundred random calls (strategies, dtypes, chunks, options of the loss, outputs, several labels, a teacher's
+likeliest classes, skipped tokens; peaked and high logits) against fp64. Each may be off by twice what plain
+PyTorch is off by at the same dtype, or by twice the dtype's rounding. Then, on a GPU, the time of each
+strategy over three bare GEMMs, beside Megatron's losses and Transformer Engine's where these are installed.
+
+Prints a table and writes it, with the chip and the versions, to a file: please attach it to an issue. Exit
+status: 0 all right, 1 something is wrong, 2 a mistake in the arguments.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from megatron_fused_ce.command_line import Parser, command, whole, writable_file
+from megatron_fused_ce.scripts.lib import results
+
+#: fp32 sums go over a few thousand products.
+ROUNDING = {"torch.float32": 2e-6, "torch.bfloat16": 2**-8, "torch.float16": 2**-11}
+FACTOR = 2
+#: The least free memory of a GPU, GiB -> the head that is timed there, of 8192 tokens.
+TIMED = {40: "llama-3-8b", 12: "qwen3-1.7b", 0: "2048x32064"}
+
+
+def wrong_calls(num_calls: int, device: Any) -> tuple[int, list[str]]:
+    """How many calls were made, and those that are wrong or failed, in words."""
+    from megatron_fused_ce.scripts.bench import same
+
+    alone: Any = SimpleNamespace(rank=0, size=1, group=None, device=device)
+    kinds, wrong = ("plain", *same.KINDS), []
+    for seed, kind in zip(range(num_calls), itertools.cycle(kinds)):
+        inputs, of_call = same.drawn(seed, 1, device, kind)
+        dtype = inputs.hidden.dtype
+        words = f"call {seed}, {kind}, {dtype}, {of_call['options']}"
+        try:
+            made = same.call(None, alone, kind, inputs, of_call)
+        except Exception as error:  # of whatever this machine cannot do
+            wrong.append(f"{words}: {type(error).__name__}: {error}")
+            continue
+        true, eager = (same.exact(kind, inputs, of_call["options"], of) for of in (None, dtype))
+        names = ("output", "grad_hidden", "grad_weight")
+        plain = dict(zip(names, eager, strict=True))
+        of_eager = same.errors(plain, true, alone, False)
+        of_ours = same.errors(made, true, alone, False)
+        for name, ours, bound in zip(names, of_ours, of_eager, strict=False):
+            if not ours <= FACTOR * max(bound, ROUNDING[str(dtype)]):
+                wrong.append(f"{words}: {name} is off by {ours:.1e}, plain PyTorch by {bound:.1e}")
+    return num_calls, wrong
+
+
+def timed(path: Path) -> str:
+    """Measure the head of this GPU's size, with a result at ``path``; why not, or empty."""
+    import torch
+
+    from megatron_fused_ce.scripts.bench import __main__ as bench
+
+    free = torch.cuda.mem_get_info()[0] / 2**30
+    shape = next(name for least, name in TIMED.items() if free >= least)
+    words = ["--shapes", shape, "--tokens", "8192", "--strategies", "auto", "store", "grad_in_forward"]
+    words += ["recompute", "--blocks", "3", "--time-limit", "90", "--out", str(path)]
+    return "" if bench.main(words) == 0 else "the benchmark ended with an error"
+
+
+@command("selfcheck")
+def main(words: list[str]) -> int:
+    parser = Parser("python -m megatron_fused_ce selfcheck", __doc__ or "")
+    add = parser.add_argument
+    add("--device", choices=("cuda", "cpu"), help="default: a GPU where there is one")
+    add("--calls", type=whole(most=10**6), default=100, help="random calls against fp64 (default 100)")
+    add("--no-times", action="store_true", help="check the results alone")
+    add("--out", type=Path, default=Path("selfcheck.json"), help="[%(default)s]")
+    given = parser.parse_args(words)
+    path = writable_file(given.out)
+    import torch
+
+    on_gpu = given.device == "cuda" or (given.device is None and torch.cuda.is_available())
+    if on_gpu and not torch.cuda.is_available():
+        parser.error("torch finds no CUDA device: --device cpu checks the arithmetic alone")
+    device = torch.device("cuda" if on_gpu else "cpu")
+    name = torch.cuda.get_device_name() if on_gpu else ""
+    facts = results.made_by(name, ["megatron_fused_ce", "selfcheck", *words])
+    facts["capability"] = ".".join(map(str, torch.cuda.get_device_capability())) if on_gpu else ""
+    for key, value in facts.items():
+        print(f"{key:20} {value}")
+    warnings.filterwarnings("ignore", ".*(upstream gradient|promise)")
+    num_calls, wrong = wrong_calls(given.calls, device)
+    print(f"{num_calls} calls against fp64, {len(wrong)} wrong", *wrong[:20], sep="\n")
+    why_no_times = "asked for" if given.no_times else "" if on_gpu else "no GPU"
+    times = path.with_name(f"{path.stem}-times.json")
+    why_no_times = why_no_times or timed(times)
+    rows = []
+    if why_no_times:
+        print(f"not timed: {why_no_times}")
+    else:
+        rows = json.loads(times.read_text())["rows"]
+        os.remove(times)
+        times.with_suffix(".md").unlink(missing_ok=True)
+    found = {**facts, "calls": num_calls, "wrong": wrong, "not_timed": why_no_times, "rows": rows}
+    path.write_text(json.dumps(found, indent=1) + "\n")
+    print(f"written: {path}")
+    return int(bool(wrong) or why_no_times.startswith("the benchmark"))
