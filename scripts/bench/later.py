@@ -62,6 +62,7 @@ class Step:
             }
             head = linear_cross_entropy(Call(hidden, self.weight, labels, config=config, **more))
             head.loss.backward(self.upstream)
+            hidden.grad = None  # of a leaf, which what waits would keep alive
             keeps = head.plan.keeps_logits
         events[1].record()
         if later is not None:

@@ -70,7 +70,7 @@ def gradients(inputs, config, others, later, main_grad, uses_later=2):
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_later_is_the_same(case, others, dtype, device):
-    config = FusedCEConfig(**CASES[case], num_chunks=3, memory_mb=64)
+    config = FusedCEConfig(**CASES[case], num_chunks=3, memory_mb=512)
     if (others != "nothing" and config.loss_terms) or (others == "labels" and config.skip_masked):
         pytest.skip("refused, or has no such label")
     inputs = make_inputs("plain", s=24, b=2, hidden_size=32, vocab=96, dtype=dtype, device=device)
@@ -93,7 +93,7 @@ def test_later_is_the_same(case, others, dtype, device):
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_with_the_exponentiating_product(chunks, device):
     inputs = make_inputs("plain", s=40, b=1, hidden_size=32, vocab=64, dtype=EXP_DTYPE, device=device)
-    config = FusedCEConfig("store", num_chunks=chunks, memory_mb=256, logits_backend="scaled_exp")
+    config = FusedCEConfig("store", num_chunks=chunks, memory_mb=512, logits_backend="scaled_exp")
     once, later = (torch.zeros(64, 32, device=device) for _ in range(2))
     gradients(inputs, config, "nothing", None, once)
     for uses_later in (2, 1 << 30):
