@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_fused_ce import batch_invariant
 from megatron_fused_ce.call import DEFAULT_CONFIG, Call
 from megatron_fused_ce.config import FusedCEConfig, takes_config, why_no_config
 from megatron_fused_ce.loss import TokenLogProbs
@@ -33,6 +34,7 @@ from megatron_fused_ce.words import (
 
 __all__ = [
     "LogProbOptions",
+    "batch_invariant_log_probs",
     "fused_linear_topk",
     "masked_token_log_probs",
     "token_divergence",
@@ -243,6 +245,60 @@ def _outputs(entropy: str, sum_p_squared: bool) -> tuple[str, ...]:
 
 def _with_grad(entropy: str) -> tuple[str, ...]:
     return ("log_prob", "entropy") if entropy == "differentiable" else ("log_prob",)
+
+
+@takes_config
+def batch_invariant_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    in_fp32: bool = True,
+    batch_first: bool | None = None,
+    reduce_grad_hidden: bool = True,
+    tp_group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    vocab_start: int | None = None,
+    config: FusedCEConfig | None = None,
+) -> Tensor:
+    """Log-probabilities with the bits that whole logits give in Megatron's ``--batch-invariant-mode``.
+
+    The same, to the bit, as ``log_softmax`` of the logits of all tokens, gathered over the ranks, where the
+    mode's backend is triton or deepgemm; but one chunk at a time. Outside the mode it is PyTorch's own GEMM
+    and ``log_softmax``, which promise no bits. Differentiable in ``hidden`` and ``weight`` for any upstream
+    gradient: right, by the head's own GEMMs, not equal in bits to the mode's.
+
+    Args:
+        hidden, weight, labels, batch_first, reduce_grad_hidden, tp_group, sequence_parallel, vocab_start: as
+            for :func:`token_log_probs`; one label a token, of which one outside the vocabulary has the
+            log-probability of the largest logit. The ranks' shards are of one size, in rank order.
+        in_fp32: logits are cast to fp32 before ``log_softmax``, as Megatron does since it has backends; False
+            for releases up to 0.19.
+        config: ``num_chunks``, ``chunk_tokens`` or ``memory_mb``, else 1 GiB a chunk; the rest is the
+            backward's. Options of the loss, a scale and a softcap are refused.
+
+    Returns:
+        ``[b, s]`` or ``[T]``, fp32, or the hidden states' dtype without ``in_fp32``.
+
+    Raises:
+        TypeError, ValueError: on every rank, in every call: what :func:`token_log_probs` refuses, and shards
+            or options as above.
+
+    Collectives (R > 1): one all-gather of a few int64, for which the host waits; per chunk the all-gather of
+    hidden states (sequence parallelism) and that of its logits. In the backward those of
+    :func:`.fused_linear_cross_entropy`.
+    """
+    call = Call(
+        widened(sequence_first(hidden, batch_first), weight),
+        weight,
+        labels,
+        tp_group=tp_group,
+        sequence_parallel=sequence_parallel,
+        vocab_start=vocab_start,
+        reduce_grad_hidden=reduce_grad_hidden,
+        config=DEFAULT_CONFIG if config is None else config,
+    )
+    return batch_invariant.log_probs(call, in_fp32)
 
 
 @takes_config
