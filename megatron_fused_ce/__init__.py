@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         fused_linear_token_outputs,
         fused_linear_topk_distillation,
     )
+    from megatron_fused_ce.topk import fused_linear_topk
 
 __version__ = "0.2.0"
 
@@ -53,9 +54,11 @@ __all__ = [
     "fused_linear_distillation",
     "fused_linear_loss",
     "fused_linear_token_outputs",
+    "fused_linear_topk",
     "fused_linear_topk_distillation",
     "losses",
     "output_processor",
+    "rl",
 ]
 
 _HOMES = {
@@ -69,6 +72,7 @@ _HOMES = {
     "fused_linear_cross_entropy": "op",
     "fused_linear_distillation": "op",
     "fused_linear_loss": "op",
+    "fused_linear_topk": "topk",
     "fused_linear_topk_distillation": "op",
     "fused_linear_token_outputs": "op",
     "output_processor": "adapter.output_processor",
@@ -76,10 +80,10 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "losses":
-        return import_module(f"{__name__}.losses")
+    if name in ("losses", "rl"):
+        return import_module(f"{__name__}.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if _HOMES[name] == "op":
+    if _HOMES[name] in ("op", "topk"):
         import_module(f"{__name__}.versions").require("torch", import_module("torch").__version__)
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

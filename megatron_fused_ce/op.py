@@ -21,6 +21,7 @@ from megatron_fused_ce.losses.outputs import OUTPUTS, differentiable_of
 from megatron_fused_ce.parallel import VocabParallel
 from megatron_fused_ce.several_labels import SeveralLabels, has_several_labels, with_several_labels
 from megatron_fused_ce.targets import Targets
+from megatron_fused_ce.words import temperature_of, why_wrong_entropy
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -312,10 +313,10 @@ def fused_linear_distillation(
     *,
     divergence: str = "forward_kl",
     beta: float = 0.5,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     labels: Tensor | None = None,
     label_weights: float | Tensor | None = None,
-    entropy: bool = False,
+    entropy: str = "none",
     reduce_grad_hidden: bool = True,
     teacher_logit_scale: float = 1.0,
     teacher_logit_softcap: float | None = None,
@@ -350,13 +351,13 @@ def fused_linear_distillation(
             collective into it or one through ``.data``, makes the gradients wrong.
         divergence: ``forward_kl``, ``reverse_kl`` or ``jsd``.
         beta: of ``jsd``, between 0 and 1.
-        temperature: a number, of both sides, after scale and softcap.
+        temperature: a number, or a tensor without dimensions, of both sides, after scale and softcap.
         labels: ``[b, s]`` or ``[T]``, global ids, for the cross-entropies, which are at temperature 1; as for
             :func:`fused_linear_cross_entropy`. Tokens labelled ``config.ignore_index`` have a loss, a
             divergence and cross-entropies of 0 without a gradient; their entropy is as if they had another.
         label_weights: a number, or floats in the labels' shape without a gradient: the loss is
             ``divergence + label_weights * cross_entropy``, for no GEMM more.
-        entropy: also give the student's.
+        entropy: ``none``, or ``detached`` for the student's beside the loss, without a gradient.
         reduce_grad_hidden: as for :func:`.rl.token_log_probs`.
         teacher_logit_scale, teacher_logit_softcap: the teacher's; ``config`` has the student's.
         teacher_sequence_parallel: whether each rank holds its own part of the teacher's tokens; None: as for
@@ -381,7 +382,8 @@ def fused_linear_distillation(
     Source: generalized Jensen-Shannon divergence and on-policy distillation, Agarwal et al. 2024
     (arXiv:2306.13649); gradients and how the sums are kept from cancelling: docs/math.md.
     """
-    wrong: Exception | None = None
+    wrong: Exception | None = why_wrong_entropy(entropy, ("none", "detached"))
+    with_entropy = entropy == "detached"
     given_labels = labels
     if labels is None:
         labels = hidden  # for the error alone
@@ -415,7 +417,7 @@ def fused_linear_distillation(
             token_weights=token_weights,
             vocab_start=vocab_start,
             config=DEFAULT_CONFIG if config is None else config,
-            outputs=("divergence", *of_labels, *(("entropy",) if entropy else ())),
+            outputs=("divergence", *of_labels, *(("entropy",) if with_entropy else ())),
             other_targets=Distillation(
                 teacher_hidden,
                 teacher_weight,
@@ -427,7 +429,7 @@ def fused_linear_distillation(
                 split and tp_group is not None,
                 given_labels is not None,
             ),
-            temperature=temperature,
+            temperature=temperature_of(temperature, ()),
             reduce_grad_hidden=reduce_grad_hidden,
             caller_error=wrong,
         )
@@ -438,7 +440,7 @@ def fused_linear_distillation(
         made if label_weights is None else _Constant.apply(loss, "divergence", made),
         _Constant.apply(loss, "cross_entropy", -outputs["log_prob"]) if of_labels else None,
         -outputs["teacher_log_prob"] if of_labels else None,
-        _Constant.apply(loss, "entropy", outputs["entropy"]) if entropy else None,
+        _Constant.apply(loss, "entropy", outputs["entropy"]) if with_entropy else None,
     )
 
 
@@ -478,15 +480,18 @@ def fused_linear_topk_distillation(
     teacher_ids: Tensor,
     teacher_log_probs: Tensor,
     *,
+    loss: str = "cross_entropy",
+    temperature: float | Tensor = 1.0,
     tp_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
     token_weights: Tensor | None = None,
     vocab_start: int | None = None,
     config: FusedCEConfig | None = None,
 ) -> Tensor:
-    """Per-token cross entropy ``-sum q log p`` against a teacher's ``k`` likeliest classes.
+    """Per-token cross entropy ``-sum q log p`` against a teacher's ``k`` likeliest classes, or their KL.
 
-    ``q = exp(teacher_log_probs)`` as given, ``p`` the student's probabilities over the whole vocabulary.
+    ``q = exp(teacher_log_probs)`` as given, ``p`` the student's probabilities over the whole vocabulary, at
+    ``temperature``.
     Entries with one id add up. The mass missing from ``q`` (``1 - sum q``, and entries of ids outside the
     vocabulary) is ignored: the loss is ``(sum q) * lse - sum q s``, 0 for a token without any entry. For the
     mean over the teacher's own top k hand in log-probabilities that sum up to 1.
@@ -495,6 +500,11 @@ def fused_linear_topk_distillation(
         teacher_ids: ``[b, s, k]`` (for ``hidden`` of three dimensions) or ``[T, k]``, int64 or int32, global
             ids, the same on every rank. ``-1`` marks an empty entry.
         teacher_log_probs: the same shape, float; no gradient flows into it.
+        loss: ``cross_entropy``, or ``kl``: ``sum q (log q - log p)`` entry by entry, which has the same
+            gradient. It is no divergence where ``sum q`` is below 1, and can be negative (verl clamps it at
+            0).
+        temperature: the student's; ``teacher_log_probs`` are those of the teacher's own. As for
+            :func:`.rl.token_log_probs`; no factor ``temperature**2``.
         config: as for :func:`fused_linear_cross_entropy`; label smoothing and ``ignore_index`` do not apply
             and are refused.
 
@@ -514,9 +524,12 @@ def fused_linear_topk_distillation(
                 "[b, s, k] for hidden [s, b, H], or [T, k] for [T, H]"
             )
         labels = teacher_ids.new_full(teacher_ids.shape[:-1], -1, dtype=torch.int64)  # none
+        temperature = temperature_of(temperature, labels.shape)
     else:
         kinds = type(teacher_ids).__name__, type(teacher_log_probs).__name__
         wrong = TypeError(f"teacher_ids and teacher_log_probs must be tensors, got {' and '.join(kinds)}")
+    if loss not in ("cross_entropy", "kl"):
+        wrong = ValueError(f"loss is {loss!r}; choose cross_entropy or kl")
     head = linear_cross_entropy(
         Call(
             hidden,
@@ -527,7 +540,8 @@ def fused_linear_topk_distillation(
             token_weights=token_weights,
             vocab_start=vocab_start,
             config=DEFAULT_CONFIG if config is None else config,
-            other_targets=SeveralLabels(teacher_ids, teacher_log_probs),
+            temperature=temperature,
+            other_targets=SeveralLabels(teacher_ids, teacher_log_probs, kl=loss == "kl"),
             caller_error=wrong,
         )
     )

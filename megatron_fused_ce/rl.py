@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_fused_ce import batch_invariant
 from megatron_fused_ce.call import DEFAULT_CONFIG, Call
 from megatron_fused_ce.config import FusedCEConfig, takes_config, why_no_config
 from megatron_fused_ce.loss import TokenLogProbs
@@ -20,8 +21,24 @@ from megatron_fused_ce.op import (
 )
 from megatron_fused_ce.sampling_mask import masked_log_probs
 from megatron_fused_ce.several_labels import has_several_labels, with_several_labels
+from megatron_fused_ce.topk import fused_linear_topk
+from megatron_fused_ce.words import (
+    sequence_first,
+    temperature_of,
+    why_no_layout,
+    why_no_mask,
+    why_wrong_entropy,
+    widened,
+)
 
-ENTROPY_CHOICES = ("none", "detached", "differentiable")
+__all__ = [
+    "LogProbOptions",
+    "batch_invariant_log_probs",
+    "fused_linear_topk",
+    "masked_token_log_probs",
+    "token_divergence",
+    "token_log_probs",
+]
 
 
 class LogProbOptions(TypedDict, total=False):
@@ -46,7 +63,7 @@ def token_log_probs(
     sum_p_squared: bool = False,
     zero_unknown: bool = False,
     active_mask: Tensor | None = None,
-    batch_first: bool = False,
+    batch_first: bool | None = None,
     reduce_grad_hidden: bool = True,
     tp_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
@@ -82,9 +99,10 @@ def token_log_probs(
             Logits are fp32 (``4 * V`` bytes a token that ``store`` keeps) unless ``config.logit_precision``
             is ``activations``, and the row kernels run. ``ignore_index``, and ``skip_masked`` without an
             ``active_mask``, are refused.
-        temperature: a number, or one per token, floats in the labels' shape, the same on every rank. Logits
-            are divided by it in fp32, after ``config``'s scale and softcap, never the hidden states. No
-            gradient flows into a tensor.
+        temperature: a number, a tensor without dimensions (the host waits), one of each sequence, ``[b]``
+            beside labels ``[b, s]``, or one per token, in their shape; the same on every rank. Logits are
+            divided by it in fp32, after ``config``'s scale and softcap, never the hidden states. No gradient
+            flows into a tensor.
         entropy: ``none``, ``detached`` (without a gradient) or ``differentiable``; the strategy ``auto`` is
             then ``recompute`` (:func:`unrounded`).
         sum_p_squared: also give it (verl's ``sum_pi_squared``), without a gradient.
@@ -94,8 +112,8 @@ def token_log_probs(
         active_mask: bool, ``[b, s]`` or ``[T]``, the same on every rank. Tokens outside it (prompts, tool
             output, padding) take part in no GEMM of either pass: their results are all 0, without a gradient.
             The host waits for the number of the others (:mod:`.masked_tokens`).
-        batch_first: hidden states of three dimensions are ``[b, s, H]``, not ``[s, b, H]``; labels stay
-            ``[b, s]``.
+        batch_first: True where hidden states of three dimensions are ``[b, s, H]``; None is False, ``[s, b,
+            H]``. Labels are ``[b, s]`` with both.
         reduce_grad_hidden: sum ``grad_hidden`` over ``tp_group`` in the backward. False leaves this rank's
             part, for a caller who gathered the hidden states and whose backward sums them; not with
             ``sequence_parallel``.
@@ -118,7 +136,7 @@ def token_log_probs(
     Source: d log p_y = ([j = y] - p_j) / t, d entropy = -p_j (log p_j + entropy) / t: docs/math.md.
     """
     return log_probs_of_head(
-        _sequence_first(hidden, batch_first),
+        sequence_first(hidden, batch_first),
         weight,
         labels,
         temperature=temperature,
@@ -147,13 +165,17 @@ def log_probs_of_head(
 ) -> TokenLogProbs:
     """:func:`token_log_probs` with fields of :class:`.call.Call`, such as those that say whose head it is."""
     several = has_several_labels(hidden, labels)
+    if isinstance(labels, Tensor):
+        of_call["temperature"] = temperature_of(
+            of_call.get("temperature", 1.0), labels.shape[: labels.dim() - several]
+        )
     if entropy == "differentiable" and not several:
         config = unrounded(config)
     active, wrong = _active(labels, active_mask, config, several)
     if active is not None:
         config = _changed(DEFAULT_CONFIG if config is None else config, skip_masked=True)
     call = Call(
-        _widened(hidden, weight),
+        widened(hidden, weight),
         weight,
         labels,
         token_weights=active,
@@ -161,7 +183,7 @@ def log_probs_of_head(
         config=DEFAULT_CONFIG if config is None else config,
         outputs=_outputs(entropy, sum_p_squared),
         differentiable=_with_grad(entropy),
-        caller_error=_wrong_entropy(entropy) or wrong,
+        caller_error=why_wrong_entropy(entropy) or wrong,
         **of_call,
     )
     if several:  # options of the loss alone do not count
@@ -181,9 +203,8 @@ def _active(
         return None, None  # the checks will report it
     if mask is not None:
         shape = labels.shape[: labels.dim() - several]
-        if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != shape:
-            got = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
-            return None, ValueError(f"active_mask is {got}; expected bool, one a token: {list(shape)}")
+        if (wrong := why_no_mask(mask, shape)) is not None:
+            return None, wrong
         mask = mask.to(labels.device)
     if config is not None and config.skip_masked and not several:
         if config.ignore_index is not None:
@@ -225,24 +246,58 @@ def _with_grad(entropy: str) -> tuple[str, ...]:
     return ("log_prob", "entropy") if entropy == "differentiable" else ("log_prob",)
 
 
-def _wrong_entropy(entropy: str) -> ValueError | None:
-    if entropy in ENTROPY_CHOICES:
-        return None
-    return ValueError(f"entropy is {entropy!r}; choose one of {', '.join(ENTROPY_CHOICES)}")
+@takes_config
+def batch_invariant_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    in_fp32: bool = True,
+    batch_first: bool | None = None,
+    reduce_grad_hidden: bool = True,
+    tp_group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    vocab_start: int | None = None,
+    config: FusedCEConfig | None = None,
+) -> Tensor:
+    """Log-probabilities with the bits that whole logits give in Megatron's ``--batch-invariant-mode``.
 
+    The same, to the bit, as ``log_softmax`` of the logits of all tokens, gathered over the ranks, where the
+    mode's backend is triton or deepgemm; but one chunk at a time. Outside the mode it is PyTorch's own GEMM
+    and ``log_softmax``, which promise no bits. Differentiable in ``hidden`` and ``weight`` for any upstream
+    gradient: right, by the head's own GEMMs, not equal in bits to the mode's.
 
-def _sequence_first(hidden: Tensor, batch_first: bool) -> Tensor:
-    """``[b, s, H]`` as ``[s, b, H]``."""
-    is_batch = batch_first and isinstance(hidden, Tensor) and hidden.dim() == 3
-    return hidden.transpose(0, 1) if is_batch else hidden
+    Args:
+        hidden, weight, labels, batch_first, reduce_grad_hidden, tp_group, sequence_parallel, vocab_start: as
+            for :func:`token_log_probs`; one label a token, of which one outside the vocabulary has the
+            log-probability of the largest logit. The ranks' shards are of one size, in rank order.
+        in_fp32: logits are cast to fp32 before ``log_softmax``, as Megatron does since it has backends; False
+            for releases up to 0.19.
+        config: ``num_chunks``, ``chunk_tokens`` or ``memory_mb``, else 1 GiB a chunk; the rest is the
+            backward's. Options of the loss, a scale and a softcap are refused.
 
+    Returns:
+        ``[b, s]`` or ``[T]``, fp32, or the hidden states' dtype without ``in_fp32``.
 
-def _widened(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Half-precision hidden states cast to fp32 if the weight is fp32."""
-    if not (isinstance(hidden, Tensor) and isinstance(weight, Tensor)):
-        return hidden  # the checks will report it
-    half = hidden.dtype in (torch.bfloat16, torch.float16)
-    return hidden.float() if half and weight.dtype == torch.float32 else hidden
+    Raises:
+        TypeError, ValueError: on every rank, in every call: what :func:`token_log_probs` refuses, and shards
+            or options as above.
+
+    Collectives (R > 1): one all-gather of a few int64, for which the host waits; per chunk the all-gather of
+    hidden states (sequence parallelism) and that of its logits. In the backward those of
+    :func:`.fused_linear_cross_entropy`.
+    """
+    call = Call(
+        widened(sequence_first(hidden, batch_first), weight),
+        weight,
+        labels,
+        tp_group=tp_group,
+        sequence_parallel=sequence_parallel,
+        vocab_start=vocab_start,
+        reduce_grad_hidden=reduce_grad_hidden,
+        config=DEFAULT_CONFIG if config is None else config,
+    )
+    return batch_invariant.log_probs(call, in_fp32)
 
 
 @takes_config
@@ -253,6 +308,8 @@ def token_divergence(
     teacher_weight: Tensor,
     *,
     divergence: str = "reverse_kl",
+    temperature: float | Tensor = 1.0,
+    active_mask: Tensor | None = None,
     batch_first: bool | None = None,
     **options: Any,
 ) -> DistillationOutputs:
@@ -263,26 +320,41 @@ def token_divergence(
         student_hidden, student_weight: its ``hidden`` and ``weight``. Half-precision hidden states of either
             side with an fp32 weight are cast to fp32.
         divergence: ``reverse_kl`` (KL(p_s || p_t)), ``forward_kl`` or ``jsd``.
+        active_mask: bool, ``[b, s]`` or ``[T]``, the same on every rank: tokens outside it take part in no
+            GEMM of either side, and their results are 0. It goes to the head as token weights, so that with
+            ``token_weights`` those tokens are left out too whose weight is 0.
         batch_first: whether hidden states of three dimensions are ``[b, s, H]``, not ``[s, b, H]``, on both
             sides, which must be said: no label would show a mistake. Labels and results are ``[b, s]``.
-        options: the other arguments of :func:`.fused_linear_distillation`. With ``config.skip_masked``
-            tokens whose ``token_weights`` are 0 take part in no GEMM of either side.
+        options: the other arguments of :func:`.fused_linear_distillation`.
 
     Returns, raises, collectives: those of :func:`.fused_linear_distillation`.
 
     Source: on-policy distillation, Agarwal et al. 2024 (arXiv:2306.13649).
     """
-    if batch_first is None and isinstance(student_hidden, Tensor) and student_hidden.dim() == 3:
-        raise ValueError(
-            f"student_hidden is {tuple(student_hidden.shape)}: give batch_first=True for [b, s, H], or False "
-            "for [s, b, H]"
-        )
+    if (wrong := why_no_layout("student_hidden", student_hidden, batch_first)) is not None:
+        raise wrong
     student, teacher = (
-        _sequence_first(_widened(hidden, weight), bool(batch_first))
+        sequence_first(widened(hidden, weight), batch_first)
         for hidden, weight in ((student_hidden, student_weight), (teacher_hidden, teacher_weight))
     )
+    if active_mask is not None:
+        weights = options.get("token_weights")
+        shape = getattr(weights, "shape", getattr(active_mask, "shape", ()))
+        if (wrong := why_no_mask(active_mask, shape)) is not None:
+            raise wrong
+        mask = active_mask.to(student.device).float()
+        options["token_weights"] = mask if weights is None else mask * weights
+        config = options.get("config")
+        if why_no_config(config) is None:
+            options["config"] = _changed(DEFAULT_CONFIG if config is None else config, skip_masked=True)
     return fused_linear_distillation(
-        student, student_weight, teacher, teacher_weight, divergence=divergence, **options
+        student,
+        student_weight,
+        teacher,
+        teacher_weight,
+        divergence=divergence,
+        temperature=temperature,
+        **options,
     )
 
 
@@ -298,6 +370,10 @@ def masked_token_log_probs(
     entropy: str = "none",
     entropy_of: str = "kept",
     sum_p_squared: bool = False,
+    zero_unknown: bool = False,
+    keep_label: bool = False,
+    active_mask: Tensor | None = None,
+    batch_first: bool | None = None,
     reduce_grad_hidden: bool = True,
     tp_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
@@ -318,6 +394,12 @@ def masked_token_log_probs(
         entropy, sum_p_squared: over the kept ids; :func:`token_log_probs` has them over the vocabulary.
         entropy_of: ``vocabulary`` takes the entropy from :func:`token_log_probs`, as slime has it: one GEMM
             more, or with a gradient all of that function's.
+        keep_label: a label outside its set is put into it, as slime and prime-rl have it: its log-probability
+            is finite, with a gradient.
+        zero_unknown: log-probability 0, without a gradient, for a label outside the vocabulary whose token
+            has a set; that of a token with an empty set is as :func:`token_log_probs` has it.
+        active_mask: bool, ``[b, s]`` or ``[T]``, the same on every rank: tokens outside it take part in no
+            GEMM of either pass; their results are 0, without a gradient.
         config: scale, softcap, ``true_vocab_size``; the rest for tokens with an empty set.
             With ``ignore_index`` a token with that label and an empty set costs no GEMM, and all its results
             are 0 without a gradient, ``skip_masked`` or not; with a set its label is outside of it.
@@ -325,7 +407,8 @@ def masked_token_log_probs(
     The other arguments are those of :func:`token_log_probs`.
 
     Returns:
-        fp32, in the labels' shape. A label outside its set has log-probability ``-inf``, without a gradient.
+        fp32, in the labels' shape. Without ``keep_label`` a label outside its set has log-probability
+        ``-inf``, without a gradient.
 
     Raises:
         TypeError, ValueError: on every rank, in every call: what :func:`token_log_probs` refuses; ids outside
@@ -342,7 +425,7 @@ def masked_token_log_probs(
 
     Source: the "Keep Sampling Mask" of DeepSeek-V3.2 (arXiv:2512.02556, section 3.1).
     """
-    wrong: ValueError | None = _wrong_entropy(entropy)
+    wrong: ValueError | None = why_wrong_entropy(entropy)
     if entropy_of not in ("kept", "vocabulary"):
         wrong = ValueError(f"entropy_of is {entropy_of!r}; choose kept or vocabulary")
     beside = entropy_of == "vocabulary" and entropy != "none"
@@ -354,25 +437,32 @@ def masked_token_log_probs(
         "vocab_start": vocab_start,
         "reduce_grad_hidden": reduce_grad_hidden,
     }
+    hidden = widened(sequence_first(hidden, batch_first), weight)
+    if isinstance(labels, Tensor):
+        temperature = temperature_of(temperature, labels.shape)
+        if active_mask is not None:
+            wrong = wrong or why_no_mask(active_mask, labels.shape)
     call = Call(
-        _widened(hidden, weight),
+        hidden,
         weight,
         labels,
         config=DEFAULT_CONFIG if config is None else config,
+        zero_unknown=zero_unknown,
         outputs=_outputs("none" if beside else entropy, sum_p_squared),
         differentiable=_with_grad("none" if beside else entropy),
         temperature=temperature,
         caller_error=wrong,
         **head,  # type: ignore[arg-type]
     )
-    made = masked_log_probs(call, mask_ids, mask_offsets)
+    made = masked_log_probs(call, mask_ids, mask_offsets, active_mask, keep_label)
     if not beside:
         return made
     # The tokens that it leaves out are those of the sampling mask: labels are not read here.
-    active = None
+    active = None if active_mask is None else active_mask.to(labels.device)
     if config is not None:
         if config.ignore_index is not None:
-            active = mask_offsets.diff().ne(0).view(labels.shape) | labels.ne(config.ignore_index)
+            counts = mask_offsets.diff().ne(0).view(labels.shape) | labels.ne(config.ignore_index)
+            active = counts if active is None else counts & active
         config = _changed(config, ignore_index=None, skip_masked=False)
     options: Any = {"temperature": temperature, "entropy": entropy, "config": config, **head}
     with torch.set_grad_enabled(torch.is_grad_enabled() and entropy == "differentiable"):

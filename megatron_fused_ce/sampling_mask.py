@@ -10,7 +10,6 @@ computes the ids of its own shard.
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 from megatron_fused_ce import autocast, loss
 from megatron_fused_ce.autograd import differentiated_once, in_labels_layout
 from megatron_fused_ce.backward import scaled_upstream
-from megatron_fused_ce.call import Call, at_temperature, check_arguments, compared
+from megatron_fused_ce.call import Call, at_temperature, check_arguments
 from megatron_fused_ce.kernels.records import (
     NOT_HERE,
     ExtraStatistics,
@@ -32,8 +31,9 @@ from megatron_fused_ce.loss import TokenLogProbs, TokenTerms, Upstream
 from megatron_fused_ce.losses import Rows
 from megatron_fused_ce.losses.form import LossForm
 from megatron_fused_ce.op import linear_cross_entropy, uncompiled
-from megatron_fused_ce.parallel import VocabParallel, check_true_vocab_size
+from megatron_fused_ce.parallel import VocabParallel
 from megatron_fused_ce.scaling import scale_
+from megatron_fused_ce.shards import Shards
 from megatron_fused_ce.targets import in_token_order, inv_temperature_of
 from megatron_fused_ce.wgrad import ReturnedGradWeight
 
@@ -48,11 +48,12 @@ class Mask(NamedTuple):
     ids: Tensor  # int64 [N], global
     offsets: Tensor  # int64 [T + 1]
     token: Tensor  # int64 [N]: the token of each id
+    active: Tensor | None  # bool [T]: the others have no ids and no results
     #: numbers that must be the same on every rank, by their name in an error
     facts: dict[str, int]
 
     @staticmethod
-    def of(ids: Tensor, offsets: Tensor, labels: Tensor) -> Mask:
+    def of(ids: Tensor, offsets: Tensor, labels: Tensor, active: Tensor | None = None) -> Mask:
         """Check a mask, except against the vocabulary's size. The host waits.
 
         Raises:
@@ -81,7 +82,7 @@ class Mask(NamedTuple):
             )
         token = torch.repeat_interleave(count)
         facts = {"kept ids": num_ids, "tokens without a set": ends[3], "smallest id": 0, "largest id": -1}
-        facts |= {"checksum of mask_ids": 0, "checksum of mask_offsets": 0}
+        facts |= {"checksum of mask_ids": 0, "checksum of mask_offsets": 0, "checksum of active_mask": 0}
         if num_ids:
             key = ((token << 31) + ids.clamp(-1, 2**31 - 2) + 1).sort().values
             twice = (key[1:] == key[:-1]).any().to(torch.int64)
@@ -89,14 +90,36 @@ class Mask(NamedTuple):
             again, *numbers = torch.stack((twice, ids.amin(), ids.amax(), *sums)).tolist()
             if again:
                 raise ValueError("mask_ids names an id twice for one token; give each once")
-            facts |= dict(zip(list(facts)[2:], numbers, strict=True))
-        return Mask(ids, offsets, token, facts)
+            facts |= dict(zip(list(facts)[2:6], numbers, strict=True))
+        if active is not None:
+            active = active.to(labels.device).flatten()
+            ids, token, count = ids[active[token]], token[active[token]], count * active
+            place = torch.arange(num_tokens, device=labels.device) % 8191 + 1
+            of_active = torch.stack((((count == 0) & active).sum(), (place * active).sum()))
+            facts["tokens without a set"], facts["checksum of active_mask"] = of_active.tolist()
+            offsets = _offsets_of(count)
+        return Mask(ids, offsets, token, active, facts)
 
     @staticmethod
     def unknown() -> dict[str, int]:
         """The facts' names with placeholder values, for a rank whose mask is bad."""
         nothing = torch.zeros(0, dtype=torch.int64)
         return Mask.of(nothing, torch.zeros(1, dtype=torch.int64), nothing).facts
+
+    def with_labels(self, labels: Tensor, known: Tensor) -> Mask:
+        """With the labels ``[T]`` that are ``known`` in the sets of tokens that have one. The host waits."""
+        count = self.offsets.diff()
+        inside = self.token[self.ids == labels[self.token]]
+        missing = known & (count > 0) & (torch.zeros_like(count).index_fill_(0, inside, 1) == 0)
+        more = missing.nonzero().squeeze(-1)
+        token, order = torch.cat((self.token, more)).sort(stable=True)
+        ids = torch.cat((self.ids, labels[more]))[order]
+        return self._replace(ids=ids, token=token, offsets=_offsets_of(count + missing))
+
+
+def _offsets_of(count: Tensor) -> Tensor:
+    """int64 ``[T + 1]`` of the numbers ``[T]`` of ids."""
+    return torch.cat((count.new_zeros(1), count.cumsum(0)))
 
 
 class Pairs(NamedTuple):
@@ -290,48 +313,43 @@ def _write_gradients(
 
 
 @uncompiled
-def masked_log_probs(call: Call, ids: Tensor, offsets: Tensor) -> TokenLogProbs:
-    """:func:`.rl.masked_token_log_probs`, whose ``mask_ids`` and ``mask_offsets`` are the last two."""
+def masked_log_probs(
+    call: Call, ids: Tensor, offsets: Tensor, active: Tensor | None, keep_label: bool
+) -> TokenLogProbs:
+    """:func:`.rl.masked_token_log_probs`: ``mask_ids``, ``mask_offsets``, and what it has by these names."""
     call = call.completed()
     with call.on_its_device():
-        return _evaluate(call, ids, offsets)
+        return _evaluate(call, ids, offsets, active, keep_label)
 
 
-def _evaluate(call: Call, ids: Tensor, offsets: Tensor) -> TokenLogProbs:
+def _evaluate(
+    call: Call, ids: Tensor, offsets: Tensor, active: Tensor | None, keep_label: bool
+) -> TokenLogProbs:
     config, reduces = call.config, call.reduce_grad_hidden
     comm = VocabParallel.of(call.tp_group, call.sequence_parallel, config.merge, reduces)
     mask, error, found = None, None, Mask.unknown()
     try:
         check_arguments(call, comm)
-        mask = Mask.of(ids, offsets, call.labels)
+        mask = Mask.of(ids, offsets, call.labels, active)
         found = mask.facts
     except (TypeError, ValueError) as one:
         error = one
-    if comm.group is not None:
-        settled = compared(call, comm, error, more=found)
-        starts, sizes = settled.starts, settled.shard_sizes
-    elif error is not None:
-        raise error
-    else:
-        starts, sizes = (0,), (call.weight.shape[0],)
-        check_true_vocab_size(config.true_vocab_size, sizes[0])
+    found["keep_label"] = keep_label
+    shards = Shards.agreed(call, comm, error, found)
     assert mask is not None
-    # From here on every rank knows the same, and raises where one does.
-    starts = starts or tuple(accumulate(sizes[:-1], initial=0))
-    ranges = sorted((start, start + rows) for start, rows in zip(starts, sizes, strict=True))
-    if any(left[1] != right[0] for left, right in pairwise(ranges)):
-        raise ValueError(f"the vocabulary shards leave gaps: [start, stop) is {ranges}; expected none")
-    vocab_start = starts[comm.rank]
-    first, end = ranges[0][0], ranges[-1][1]
-    if config.true_vocab_size is not None:
-        end = config.true_vocab_size
+    first, end = shards.first, shards.end
     smallest, largest = mask.facts["smallest id"], mask.facts["largest id"]
     if mask.facts["kept ids"] and not first <= smallest <= largest < end:
         raise ValueError(
             f"mask_ids are {smallest} to {largest}; expected ids of the vocabulary, {first} to {end - 1}"
         )
-    among_kept = _among_kept(call, mask, comm, vocab_start)
-    if mask.facts["tokens without a set"]:
+    known = (call.labels >= first) & (call.labels < end)
+    if keep_label:
+        mask = mask.with_labels(call.labels.flatten().to(torch.int64), known.flatten())
+    among_kept = _among_kept(call, mask, comm, shards.starts[comm.rank])
+    if call.zero_unknown:
+        among_kept = among_kept._replace(log_prob=among_kept.log_prob.masked_fill(~known, 0.0))
+    if mask.facts["tokens without a set"] or mask.active is not None:
         return _with_unfiltered(call, mask, among_kept)
     return among_kept
 
@@ -357,11 +375,13 @@ def _with_unfiltered(call: Call, mask: Mask, among_kept: TokenLogProbs) -> Token
 
     Collectives: the head's, with ``skip_masked``."""
     unfiltered = (mask.offsets.diff() == 0).view(call.labels.shape)
-    counts = unfiltered
+    counts = unfiltered if mask.active is None else unfiltered & mask.active.view(call.labels.shape)
     if call.config.ignore_index is not None:
         counts = counts & (call.labels != call.config.ignore_index)
-    config = replace(call.config, skip_masked=True)
-    head = linear_cross_entropy(call._replace(config=config, token_weights=counts.float())).outputs
+    head: dict[str, Tensor] = among_kept._asdict()
+    if mask.facts["tokens without a set"]:
+        config = replace(call.config, skip_masked=True)
+        head = linear_cross_entropy(call._replace(config=config, token_weights=counts.float())).outputs
     # No upstream gradient reaches a token that the head has left out.
     ignored = unfiltered & ~counts
 

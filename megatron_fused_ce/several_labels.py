@@ -31,12 +31,14 @@ class SeveralLabels(OtherTargets):
     ids: Tensor  # int64 or int32, global ids; -1 for an empty entry
     #: float, of a teacher, whose likeliest classes they are; None for labels
     log_probs: Tensor | None = None
+    #: whether a teacher's entropy is subtracted from the loss
+    kl: bool = False
 
     beyond_scaled_exp = "several labels a token"
 
     @property
     def loss(self) -> Term:  # type: ignore[override]
-        return CROSS_ENTROPY if self.log_probs is None else SoftTargets()
+        return CROSS_ENTROPY if self.log_probs is None else SoftTargets(self.kl)
 
     @property
     def num_labels(self) -> int:  # type: ignore[override]
@@ -46,15 +48,15 @@ class SeveralLabels(OtherTargets):
     def arguments(self) -> dict[str, Any]:
         if self.log_probs is None:
             return {"labels": self.ids}
-        return {"teacher_ids": self.ids, "teacher_log_probs": self.log_probs}
+        return {"teacher_ids": self.ids, "teacher_log_probs": self.log_probs, "loss is kl": self.kl}
 
     @property
     def per_token(self) -> tuple[str, ...]:  # type: ignore[override]
-        return tuple(self.arguments)
+        return ("labels",) if self.log_probs is None else ("teacher_ids", "teacher_log_probs")
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        return self.ids, self.log_probs
+        return self.ids, self.log_probs, self.kl
 
     def in_plan(self) -> dict[str, int]:
         return {"labels_per_token": self.num_labels}

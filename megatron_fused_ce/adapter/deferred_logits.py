@@ -194,10 +194,13 @@ class DeferredLogits:
         """
         if self.is_real or not self.for_caller or not self._batch_first or labels.shape != self.shape[:-1]:
             return None
+        if not self.head.fused_ce_serves(self, entropy):
+            return None
         batched = labels.unsqueeze(0) if self._squeezed else labels
         everywhere = batched.new_zeros(batched.shape[0], self._num_positions)
         left = slice(self._positions.start, self._positions.stop, self._positions.step)
         everywhere[:, left] = batched
+        dtype = torch.float32 if self.head.fused_ce_log_probs_in_fp32 else self.dtype
         with self._grad_mode():
             # All positions: sequence parallelism needs a multiple of its ranks. What is sliced off gets the
             # upstream gradient 0.
@@ -205,8 +208,7 @@ class DeferredLogits:
             counters().fused += 1
             # Not views: pipeline schedules free the tensors that they send.
             log_prob, entropy_of = (
-                None if x is None else x[:, left].reshape(labels.shape).to(self.dtype, copy=True)
-                for x in made
+                None if x is None else x[:, left].reshape(labels.shape).to(dtype, copy=True) for x in made
             )
         assert log_prob is not None
         return log_prob, entropy_of

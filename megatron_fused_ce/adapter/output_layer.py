@@ -15,6 +15,7 @@ import torch
 from megatron.core.tensor_parallel import layers
 from torch import Tensor
 
+from megatron_fused_ce import batch_invariant
 from megatron_fused_ce.adapter import accuracy, deferred_logits, deferred_wgrad, report, stock_path
 from megatron_fused_ce.adapter.consumer import model_of, name_of
 from megatron_fused_ce.adapter.deferred_logits import DeferredLogits, LossAndArgmax
@@ -119,6 +120,18 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
             return deferred, None
         assert labels is not None
         return deferred.loss(labels, of_loss(model_of(caller), labels))
+
+    @property
+    def fused_ce_log_probs_in_fp32(self) -> bool:
+        """Whether ``selective_log_softmax`` casts logits to fp32: in the batch-invariant mode of Megatrons
+        that have a choice of backends."""
+        on, _ = stock_path.batch_invariant(self.config)
+        return on and hasattr(self.config, "batch_invariant_backend")
+
+    def fused_ce_serves(self, deferred: DeferredLogits, entropy: str) -> bool:
+        """Whether it can give log-probabilities of these logits: batch-invariant ones of plain logits."""
+        plain = entropy == "none" and deferred.logit_scale == 1.0 and not deferred.at_call.softcap
+        return plain or not stock_path.batch_invariant(self.config)[0]
 
     @property
     def stock_forward(self) -> Any:
@@ -250,6 +263,10 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
             return self._divergence(input_, weight, fused_ce_request), None
         labels, token_weights = fused_ce_request.labels, fused_ce_request.token_weights
         entropy = fused_ce_request.entropy
+        if stock_path.batch_invariant(self.config)[0]:
+            config = self._config_of_call(fused_ce_request.config, token_weights)
+            call = self._call(input_, weight, labels, token_weights, config=config, head=_head_of(self))
+            return batch_invariant.log_probs(call, self.fused_ce_log_probs_in_fp32).neg(), None
         counts_correct = self.fused_ce_log_accuracy and token_weights.values is not None
         out = linear_cross_entropy(
             self._call(

@@ -59,14 +59,17 @@ class Uniform(Term):
 
 @dataclass(frozen=True)
 class SoftTargets(Term):
-    """``-sum q_k log p_k`` over a teacher's labels, of those in the vocabulary."""
+    """``-sum q_k log p_k`` over a teacher's labels, of those in the vocabulary; with ``kl`` ``sum q_k (log
+    q_k - log p_k)``."""
 
+    kl: bool = False
     gives = ("at_labels",)
     bound = 1.0  # times the sum of q: LabelSetRows.bound_ahead
 
     def value(self, rows: Rows) -> Tensor:
         shares = _known_shares(rows)
-        return -torch.where(shares == 0, 0.0, shares * rows.log_probs).sum(0)
+        relative = shares.log() - rows.log_probs if self.kl else -rows.log_probs
+        return torch.where(shares == 0, 0.0, shares * relative).sum(0)
 
     def pull(self, rows: Rows, upstream: Coefficient) -> Pull:
         return Pull(at_labels=times(_known_shares(rows), upstream))

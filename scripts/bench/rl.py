@@ -21,7 +21,7 @@ TEMPERATURE = 0.7
 KEPT, LABELS = (16, 512), (64, 1024)
 #: Of the upstream gradients that are not 0.
 SHARES = (0.2, 1.0)
-PRODUCT, VERL, FORWARD = "product", "verl", ", forward only"
+PRODUCT, GEMMS, VERL, FORWARD = "product", "three GEMMs", "verl", ", forward only"
 
 
 class Kind(NamedTuple):
@@ -61,6 +61,13 @@ class Rl(Problem):
             places = self._start + torch.arange(count, device=self._start.device)
             self._kept[count] = self._order[places % len(self._order)]
         return self._kept[count]
+
+    def grad_logits(self, part: slice) -> Tensor:
+        """Of log-probabilities alone, for the bare products."""
+        z = wide(self.all_hidden[part] @ self.weight.t()) / TEMPERATURE
+        p = z.softmax(-1).div_(-TEMPERATURE)
+        p.scatter_add_(1, self.labels[part, None], torch.full_like(p[:, :1], 1 / TEMPERATURE))
+        return p * self.of_log_prob[part, None]
 
     def definition(self, kind: Kind, hidden: Tensor, weight: Tensor, part: slice) -> Outputs:
         z = wide(hidden @ weight.t())
@@ -149,7 +156,8 @@ def cases_of(given: argparse.Namespace, cell: Cell, world: World) -> list[Case]:
         over = {"over_verl": VERL + FORWARD * (not grads)}
         if kind.num_ids or kind.masked or name.startswith("upstream"):
             over["over_log_prob"] = f"log-probability, {first}"
-        return Case(name, run=run, kind=kind, grads=grads, base=PRODUCT, over=over, **more)
+        base = GEMMS if grads else PRODUCT
+        return Case(name, run=run, kind=kind, grads=grads, base=base, over=over, **more)
 
     of_verl: dict[str, Any] = {"family": PEER, "why_not": no_verl}
     found = [case(VERL + FORWARD * (not g), _verl, PLAIN, g, **of_verl) for g in (BOTH, NONE)]
@@ -162,4 +170,5 @@ def cases_of(given: argparse.Namespace, cell: Cell, world: World) -> list[Case]:
     return found + [case(f"{K} kept ids", partial(_masked, K), Kind(kept=K), BOTH) for K in kept]
 
 
-OP = Op(Rl, cases_of, (bare(PRODUCT, 1, backward=False),), wgrad_accumulator="returned")
+BASES = bare(PRODUCT, 1, backward=False), bare(GEMMS, 3)
+OP = Op(Rl, cases_of, BASES, wgrad_accumulator="returned")

@@ -72,8 +72,12 @@ def test_batch_invariance_is_megatrons():
     """Its mode replaces aten's products and softmax by ones whose sums do not depend on the batch."""
     assert stock_path.reason_at_build(GPTModel(), None) is None
     assert stock_path.reason_at_build(GPTModel(batch_invariant_mode=False), None) is None
-    reason = stock_path.reason_at_build(GPTModel(batch_invariant_mode=True), None)
-    assert reason is not None and "--batch-invariant-mode" in reason
+    for backend in ("triton", "deepgemm"):
+        model = GPTModel(batch_invariant_mode=True, batch_invariant_backend=backend)
+        assert stock_path.reason_at_build(model, None) is None
+    model = GPTModel(batch_invariant_mode=True, batch_invariant_backend="te_native")
+    reason = stock_path.reason_at_build(model, None)
+    assert reason is not None and "--batch-invariant-mode with the backend te_native" in reason
     with pytest.raises(ValueError, match=r"z_loss.*batch-invariant-mode"):
         stock_path.refuse_options(FusedCEConfig(z_loss=1e-4), reason)
 
@@ -116,7 +120,6 @@ def at_build(where, name, value, joined=False):
         ("layer", "disable_grad_reduce", True, "LoRA"),
         ("layer", "gtp_remat_size", 2, "gtp_remat"),
         ("layer", "output_dtype", torch.float16, "--output-logit-dtype"),
-        ("config", "batch_invariant_mode", True, "--batch-invariant-mode"),
         ("config", "config_logger_dir", "folder", "config logger"),
         ("arguments", "logits_save_dir", "folder", "--logits-save-dir"),
         ("arguments", "logits_load_dir", "folder", "--logits-load-dir"),

@@ -115,7 +115,9 @@ class Kind:
             hidden = hidden.flatten(0, 1)
             labels, weights = labels.t().reshape(-1), weights.t().reshape(-1)
             if teacher is not None:
-                teacher = SeveralLabels(*(x.transpose(0, 1).flatten(0, 1) for x in vars(teacher).values()))
+                teacher = SeveralLabels(
+                    *(x.transpose(0, 1).flatten(0, 1) for x in (teacher.ids, teacher.log_probs))
+                )
         hidden = PLACES[self.places[0]](hidden).requires_grad_(self.needs_grad[0])
         weight = PLACES[self.places[1]](inputs.weight).requires_grad_(self.needs_grad[1])
         tensors = {"hidden": hidden, "weight": weight, "labels": labels.to(self.labels)}

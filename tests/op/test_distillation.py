@@ -286,7 +286,7 @@ def test_what_has_a_gradient(device):
     problem = make_problem("plain", with_labels=True, label_weights=0.5, device=device)
     hidden = problem.hidden.clone().requires_grad_()
     given = hidden, *problem.operands[1:]
-    made = fused_linear_distillation(*given, **problem.options, entropy=True)
+    made = fused_linear_distillation(*given, **problem.options, entropy="detached")
     assert made.loss.requires_grad and not made.teacher_cross_entropy.requires_grad
     for name in ("divergence", "cross_entropy", "entropy"):
         with pytest.raises(RuntimeError, match=f"{name} of .* has no gradient.*: differentiate loss"):
@@ -517,7 +517,7 @@ def test_a_buffer_is_filled_again(strategy, refilled, b, device):
     buffers = {name: getattr(problem, name).clone() for name in ("teacher_hidden", "labels", "label_weights")}
     weights = problem.upstream.roll(1, 1) if strategy == "grad_in_forward" else None  # a broken promise
     config = problem.config(strategy=strategy, num_chunks=2)
-    options = {**problem.options, **buffers, "teacher_weight": problem.teacher_weight, "entropy": True}
+    options = {**problem.options, **buffers, "teacher_weight": problem.teacher_weight, "entropy": "detached"}
     made = fused_linear_distillation(hidden, weight, **options, config=config, token_weights=weights)
     buffers[refilled].data.fill_(7)
     with promises(0, int(weights is not None)), catch_warnings(action="ignore"):

@@ -7,9 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_fused_ce import FusedCEConfig, masked_tokens
-from megatron_fused_ce.rl import masked_token_log_probs, token_log_probs, unrounded
-from megatron_fused_ce.scripts.lib.reference import FLOOR, make_inputs, plain_outputs, relative_error
+from megatron_fused_ce import FusedCEConfig, fused_linear_topk_distillation, masked_tokens
+from megatron_fused_ce.rl import masked_token_log_probs, token_divergence, token_log_probs, unrounded
+from megatron_fused_ce.scripts.lib.reference import (
+    FLOOR,
+    make_inputs,
+    make_teacher,
+    plain_outputs,
+    relative_error,
+)
 from tests.support.losses import Loss, assert_within
 from tests.support.op import RoundedFactors, gemm_flops, leaves
 
@@ -167,6 +173,101 @@ def test_ids_of_a_mask_are_those_of_the_vocabulary(device):
     with pytest.raises(ValueError, match="the vocabulary has 8 rows"):
         config = FusedCEConfig(true_vocab_size=16)
         masked_token_log_probs(hidden, weight, labels, *one_set_for_all(labels, 1, 2, 12), config=config)
+
+
+@pytest.mark.parametrize("form", ["a tensor without dimensions", "one of each sequence"])
+def test_temperatures(form, device):
+    """They are those of each token; divergences and a teacher's targets take the first, too."""
+    inputs = make_inputs("plain", **SIZES, dtype=torch.float32, device=device)
+    hidden, weight = inputs.hidden, inputs.weight
+    given = torch.tensor([0.5, 2.0], device=device)
+    given = given[0] if form.startswith("a tensor") else given
+    each = given.reshape(-1, 1).expand(inputs.labels.shape)
+    mask = one_set_for_all(inputs.labels, *range(0, 53, 3))
+    teacher = make_teacher(inputs, 4)
+    for function, more in (
+        (token_log_probs, (inputs.labels,)),
+        (token_log_probs, (inputs.labels.unsqueeze(-1).expand(2, 12, 3),)),
+        (masked_token_log_probs, (inputs.labels, *mask)),
+    ):
+        made, right = (function(hidden, weight, *more, temperature=t).log_prob for t in (given, each))
+        torch.testing.assert_close(made, right)
+    made, right = (
+        fused_linear_topk_distillation(hidden, weight, *teacher, temperature=t) for t in (given, each)
+    )
+    torch.testing.assert_close(made, right)
+    if not given.dim():
+        made, right = (
+            token_divergence(hidden, weight, -hidden, weight, temperature=t, batch_first=False).loss
+            for t in (given, 0.5)
+        )
+        assert torch.equal(made, right)
+
+
+@pytest.mark.parametrize("divergence", ["reverse_kl", "forward_kl"])
+def test_a_divergence_of_the_active_tokens(divergence, device):
+    """The others' are 0, and so are their gradients; an entropy has no gradient here."""
+    inputs = make_inputs("plain", **SIZES, dtype=torch.float32, device=device)
+    teacher = inputs.hidden.flip(0), inputs.weight
+    active = inputs.grad_loss > 0
+    results = []
+    for options in ({"active_mask": active}, {}):
+        hidden, weight = leaves(inputs)
+        given = {"divergence": divergence, "batch_first": False, "entropy": "detached", **options}
+        made = token_divergence(hidden, weight, *teacher, **given)
+        (made.loss * active).sum().backward()
+        results.append((made.loss.detach() * active, made.entropy * active, hidden.grad, weight.grad))
+        assert bool(options) == (not made.loss[~active].any() and not made.entropy[~active].any())
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
+    for bad in ("differentiable", True):
+        with pytest.raises(ValueError, match="choose one of none, detached"):
+            token_divergence(hidden, weight, *teacher, batch_first=False, entropy=bad)
+    with pytest.raises(ValueError, match=r"active_mask is torch\.float32"):
+        token_divergence(hidden, weight, *teacher, batch_first=False, active_mask=inputs.grad_loss)
+
+
+@pytest.mark.parametrize("strategy", ["store", "grad_in_forward"])
+def test_kl_from_a_teachers_likeliest(strategy, device):
+    """Entry by entry, of those in the vocabulary, with the gradient of the cross-entropy; z-loss beside."""
+    inputs = make_inputs("plain", **SIZES, dtype=torch.float32, device=device)
+    ids, log_q = make_teacher(inputs, 5)
+    temperature = inputs.grad_loss.abs() + 0.5
+    weights = {"token_weights": inputs.grad_loss} if strategy == "grad_in_forward" else {}
+    results = []
+    for loss in ("kl", "cross_entropy"):
+        hidden, weight = leaves(inputs)
+        given = {"loss": loss, "temperature": temperature, "config": FusedCEConfig(strategy, z_loss=1e-3)}
+        made = fused_linear_topk_distillation(hidden, weight, ids, log_q, **given, **weights)
+        made.backward(inputs.grad_loss)
+        results.append((made.detach(), hidden.grad, weight.grad))
+    hidden, weight = (x.double().requires_grad_() for x in (inputs.hidden, inputs.weight))
+    z = (hidden @ weight.t()).transpose(0, 1) / temperature.unsqueeze(-1)
+    inside = (ids >= 0) & (ids < len(weight))
+    log_p = z.log_softmax(-1).gather(-1, ids.where(inside, 0))
+    true = (log_q.exp() * (log_q - log_p) * inside).sum(-1) + 1e-3 * z.logsumexp(-1) ** 2
+    true.backward(inputs.grad_loss.double())
+    for made, right in zip(results[0], (true.detach(), hidden.grad, weight.grad), strict=True):
+        assert relative_error(made, right) < FLOOR[torch.float32]
+    for made, right in zip(results[0][1:], results[1][1:], strict=True):
+        assert torch.equal(made, right)
+    with pytest.raises(ValueError, match="choose cross_entropy or kl"):
+        fused_linear_topk_distillation(inputs.hidden, inputs.weight, ids, log_q, loss="jsd")
+
+
+def test_a_mask_with_labels_of_no_class(device):
+    """0 where asked for, also with the label kept, and no gradient."""
+    inputs = make_inputs("plain", **SIZES, dtype=torch.float32, device=device)
+    labels = inputs.labels.clone()
+    labels[:, ::3] = 53
+    mask = one_set_for_all(labels, 1, 2)
+    hidden, weight = leaves(inputs)
+    hidden = hidden.detach().transpose(0, 1).contiguous().requires_grad_()
+    options = {"zero_unknown": True, "keep_label": True, "batch_first": True}
+    made = masked_token_log_probs(hidden, weight, labels, *mask, **options).log_prob
+    made.sum().backward()
+    assert not made[:, ::3].any() and (made[:, 1::3] < 0).all() and made.isfinite().all()
+    assert not hidden.grad[:, ::3].any() and hidden.grad[:, 1::3].any()
 
 
 def test_a_mask_under_autocast_and_without_gradients(device):

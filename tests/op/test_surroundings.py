@@ -183,6 +183,7 @@ def changes_of(args: Call) -> dict[str, dict[str, Any]]:
     assert of_beside.keys() == OF_TEACHER, "a new field of the teacher"
     changes["other_targets"] = {
         "several": teacher,
+        "several, kl": replace(teacher, kl=True),
         "several, labels": replace(teacher, log_probs=None),
         "several, of double": replace(teacher, log_probs=teacher.log_probs.double()),
         "several, elsewhere": replace(teacher, ids=teacher.ids.to("meta")),

@@ -51,7 +51,7 @@ def over_ranks(
         problem.teacher_weight[of_teacher],
         **{
             **problem.options,
-            **{"entropy": True, "token_weights": problem.upstream / 1.5, "config": config},
+            **{"entropy": "detached", "token_weights": problem.upstream / 1.5, "config": config},
             **{"tp_group": rank.group, "sequence_parallel": sp, "teacher_sequence_parallel": teacher_sp},
             **options,
         },
@@ -159,7 +159,7 @@ def test_confident_rows(rank: Rank, kind, merge):
         )
         if raised == 8:
             problem.weight[-1] = problem.weight[0]
-        made = over_ranks(rank, problem, problem.config(strategy="store", merge=merge), entropy=False)
+        made = over_ranks(rank, problem, problem.config(strategy="store", merge=merge), entropy="none")
         assert made.grad_weight is not None
         error = distillation.worst_row(made.grad_weight.t(), distillation.exact_rows(problem))
         assert error <= 2e-6, f"{sides}, temperature {temperature}, raised by {raised}: {error}"

@@ -102,9 +102,10 @@ def sets_of(inputs, num_classes: int, generator: torch.Generator):
 
 @on_ranks(1, 2)
 @pytest.mark.parametrize(("sp", "reduces"), [(False, True), (True, True), (False, False)], ids=str)
-@pytest.mark.parametrize("temperatures", ["number", "per token"])
+@pytest.mark.parametrize("temperatures", ["number", "per token", "number, labels kept, some active"])
 def test_kept_ids_against_fp64(rank: Rank, temperatures, sp, reduces):
     """Sets without an id of a shard, of the label alone, without the label, and none."""
+    keeps = "kept" in temperatures
     inputs = make_inputs("odd-labels", **SIZES, dtype=torch.float32, device=rank.device)
     kept, empty = sets_of(inputs, 97, torch.Generator().manual_seed(2))
     offsets = torch.cat((torch.zeros(1, dtype=torch.int64), kept.sum(-1).flatten().cumsum(0)))
@@ -113,6 +114,14 @@ def test_kept_ids_against_fp64(rank: Rank, temperatures, sp, reduces):
     if temperatures == "per token":
         temperature = inputs.grad_loss.abs() + 0.5
     kept, empty = kept.to(rank.device), empty.to(rank.device)
+    known = (inputs.labels >= 0) & (inputs.labels < 97)
+    active = torch.ones_like(empty)
+    if keeps:
+        of_label = inputs.labels.where(known, 0).unsqueeze(-1)
+        outside = known & ~empty & ~kept.gather(-1, of_label).squeeze(-1)
+        kept = kept.scatter(-1, of_label, kept.gather(-1, of_label) | outside.unsqueeze(-1))
+        active[:, ::5], active[0] = False, inputs.grad_loss[0] > 0
+        assert outside.any() and (empty & ~active).any() and (empty & active).any()
     inputs = replace(inputs, temperature=temperature, kept=kept | empty.unsqueeze(-1))
     upstreams = {"log_prob": inputs.grad_loss, "entropy": inputs.grad_loss.roll(1, 1)}
     hidden, weight, settings = shard_of(rank, inputs, sp)
@@ -122,14 +131,17 @@ def test_kept_ids_against_fp64(rank: Rank, temperatures, sp, reduces):
         inputs.labels,
         ids.to(rank.device),
         offsets.to(rank.device),
-        temperature=0.7 if temperatures == "number" else temperature,
+        temperature=temperature if temperatures == "per token" else 0.7,
         entropy="differentiable",
         sum_p_squared=True,
+        keep_label=keeps,
+        active_mask=active if keeps else None,
         reduce_grad_hidden=reduces,
         config=FusedCEConfig(chunk_tokens=28, debug_checks=True),
         **settings,
     )
-    known = (inputs.labels >= 0) & (inputs.labels < 97)
+    if keeps:
+        assert not any(value[~active].any() for value in made)
     inside = kept.gather(-1, inputs.labels.where(known, 0).unsqueeze(-1)).squeeze(-1) & known
     outside = ~inside & ~empty
     assert outside.any() and empty.any() and inside.any()
@@ -137,12 +149,14 @@ def test_kept_ids_against_fp64(rank: Rank, temperatures, sp, reduces):
     same_on_all_ranks(rank, *made)
     if not reduces:
         dist.all_reduce(hidden.grad, group=rank.group)
+    upstreams = {name: of.masked_fill(~active, 0.0) for name, of in upstreams.items()}
     upstreams["log_prob"] = upstreams["log_prob"].masked_fill(outside, 0.0)
     exact, *true_grads = plain_outputs(inputs, upstreams, torch.float64)
-    assert bool((made.log_prob[outside] == -torch.inf).all())
-    assert relative_error(made.log_prob.detach()[~outside], exact.log_prob[~outside]) < 4e-6
-    assert relative_error(made.entropy.detach(), exact.entropy) < 4e-6
-    assert relative_error(made.sum_p_squared, exact.sum_p_squared) < 4e-6
+    assert bool((made.log_prob[outside & active] == -torch.inf).all())
+    counts = ~outside & active
+    assert relative_error(made.log_prob.detach()[counts], exact.log_prob[counts]) < 4e-6
+    assert relative_error(made.entropy.detach()[active], exact.entropy[active]) < 4e-6
+    assert relative_error(made.sum_p_squared[active], exact.sum_p_squared[active]) < 4e-6
     assert relative_error(whole_hidden(rank, hidden.grad, sp), true_grads[0]) < 4e-6
     assert relative_error(whole_rows(rank, weight.grad), true_grads[1]) < 4e-6
 

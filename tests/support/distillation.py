@@ -79,7 +79,7 @@ def fused(problem: DistillationProblem, config: FusedCEConfig, **options: Any) -
     hidden, weight = problem.hidden.clone().requires_grad_(), problem.weight.clone().requires_grad_()
     if config.strategy == "grad_in_forward":
         options.setdefault("token_weights", problem.upstream / 1.5)
-    options = {**problem.options, "entropy": True, "config": config, **options}
+    options = {**problem.options, "entropy": "detached", "config": config, **options}
     made = fused_linear_distillation(hidden, weight, *problem.operands[2:], **options)
     made.loss.backward(problem.upstream)
     return DistillationResult(_detached(made), hidden.grad, weight.grad)

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron_fused_ce import promise
 from megatron_fused_ce.scripts.bench import __main__ as benchmark
-from megatron_fused_ce.scripts.bench import cases, commits, distill, loss, measure, report, rl
+from megatron_fused_ce.scripts.bench import cases, commits, distill, loss, measure, report, rl, whole_rows
 from megatron_fused_ce.scripts.bench.cases import Cell
 from megatron_fused_ce.scripts.bench.op import PEER, Case, nothing, turn
 from megatron_fused_ce.scripts.bench.problem import World
 from megatron_fused_ce.scripts.lib import results
 from megatron_fused_ce.scripts.lib.reference import relative_error
+from tests.support.batch_invariant import stand_in
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -100,9 +103,25 @@ def test_log_probabilities(tmp_path):
     for name, row in rows.items():
         if name.startswith(rl.VERL):
             assert row["error"] == "needs a CUDA device" and row["time_ms"] is None
-        elif name != rl.PRODUCT:
+        elif name not in (rl.PRODUCT, rl.GEMMS):
             assert max(row["errors"].values()) < 2e-6 and row["ratio"] > 0
             assert ("grad_weight" in row["errors"]) == (rl.FORWARD not in name)
+
+
+def test_whole_rows(tmp_path, monkeypatch):
+    """Ids beside fp64, and bits beside whole logits, by a stand-in for Megatron's mode."""
+    monkeypatch.chdir(tmp_path)
+    mode = SimpleNamespace(set_batch_invariant_mode=lambda enabled, backend: stand_in())
+    monkeypatch.setattr(whole_rows, "import_module", {whole_rows.MODE: mode}.__getitem__)
+    small = ["--tokens=200", "--whole-tokens=130", "--hidden=16", "--vocabs=300", "--steps=1", "--name=x"]
+    for what, rows in (("topk", 4), ("invariant", 7)):
+        assert whole_rows.main([what, *small]) == 0
+        (path,) = (tmp_path / "docs").rglob("*.json")
+        assert len(results.rows(path)) == rows
+        path.unlink()
+    mode.set_batch_invariant_mode = lambda enabled, backend: contextlib.nullcontext()
+    monkeypatch.setattr(whole_rows, "batch_invariant_log_probs", lambda *given, **more: torch.zeros(1))
+    assert whole_rows.main(["invariant", *small[:-1]]) == 1
 
 
 def test_options_are_checked_and_over_the_plain_loss(tmp_path):
@@ -323,15 +342,18 @@ def test_blocks_hold_everything_in_changing_order():
     assert samples["late"] == [[1.0], [2.0]]
 
 
-@pytest.mark.parametrize("op", [loss.OP, distill.OP])
+@pytest.mark.parametrize("op", [loss.OP, distill.OP, rl.OP])
 def test_bare_products_run_on_the_true_gradients(world, op):
     """They are the gradients of the definition."""
     problem = op.problem(
         Cell.of("16x64", 40), world, dtype=torch.float32, wgrad_accumulator=op.wgrad_accumulator
     )
-    grads = (("loss", "grad_loss" if op is loss.OP else "upstream"),)
-    exact = measure.evaluated(problem, Case("x", kind="forward_kl", grads=grads), torch.float64)
-    with op.bases[0].ready(problem) as step:
+    grads, kind = (("loss", "grad_loss" if op is loss.OP else "upstream"),), "forward_kl"
+    if op is rl.OP:
+        grads, kind = rl.ONE, rl.PLAIN
+    exact = measure.evaluated(problem, Case("x", kind=kind, grads=grads), torch.float64)
+    base = next(base for base in op.bases if base.backward)
+    with base.ready(problem) as step:
         assert min(turn(step, world, 0, 1)) >= 0
         if problem.main_grad is not None:
             problem.main_grad.zero_()

@@ -22,7 +22,7 @@ from megatron_fused_ce.__main__ import COMMANDS
 from megatron_fused_ce.command_line import Parser, UsageError, command, number, whole
 from megatron_fused_ce.plan import command as plan
 from megatron_fused_ce.plan import head_command
-from megatron_fused_ce.scripts.bench import cases, commits, peers
+from megatron_fused_ce.scripts.bench import cases, commits, peers, whole_rows
 from megatron_fused_ce.scripts.demo import __main__ as demo
 from megatron_fused_ce.scripts.dev import upstream_tests
 from megatron_fused_ce.scripts.runs import compare, memory, pretrain, selfcheck, sweep
@@ -44,6 +44,7 @@ READERS: dict[str, tuple[Parse, list[str]]] = {
     "bench": (lambda words: cases.parse_arguments("", words), []),
     "bench.commits": (commits.main, ["--old", "nowhere"]),
     "bench.peers": (peers.main, []),
+    "bench.whole_rows": (whole_rows.main, ["topk"]),
     "pretrain": (pretrain.main, ["--megatron", "nowhere"]),
     "soak": (soak.main, []),
     "upstream_tests": (upstream_tests.main, ["nowhere"]),
@@ -224,7 +225,9 @@ def test_only_regular_files_of_some_size_are_read(tmp_path):
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "scripts" / "README.md"]
 PAGES += sorted(path for path in (ROOT / "docs").rglob("*.md") if "benchmarks" not in path.parts)
 #: Module -> its name in READERS.
-MODULES = {f"scripts.{name}": name for name in ("bench", "bench.commits", "bench.peers", "demo")}
+MODULES = {
+    f"scripts.{name}": name for name in ("bench", "bench.commits", "bench.peers", "bench.whole_rows", "demo")
+}
 MODULES |= {f"scripts.runs.{name}": name for name in ("pretrain",)}
 MODULES |= {"scripts.dev.upstream_tests": "upstream_tests"}
 NOT_READ = {"autoload"} | {

@@ -1,0 +1,43 @@
+"""The ranks' shards of the vocabulary, for calls whose arguments are compared every time."""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from megatron_fused_ce.call import Call, compared
+from megatron_fused_ce.parallel import VocabParallel, check_true_vocab_size
+
+
+class Shards(NamedTuple):
+    """First global ids and numbers of rows, by rank; the vocabulary is ``[first, end)``, without padding."""
+
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+    first: int
+    end: int
+
+    @staticmethod
+    def agreed(call: Call, comm: VocabParallel, error: Exception | None, more: dict[str, int]) -> Shards:
+        """Those of a call that the ranks compare; ``error`` and ``more``: see :func:`.call.compared`.
+
+        Collectives: those of :func:`.call.compared`; the host waits.
+
+        Raises:
+            TypeError, ValueError: on every rank, where one is wrong or the ranks differ.
+        """
+        if comm.group is not None:
+            settled = compared(call, comm, error, more=more)
+            starts, sizes = settled.starts, settled.shard_sizes
+        elif error is not None:
+            raise error
+        else:
+            starts, sizes = (0,), (call.weight.shape[0],)
+            check_true_vocab_size(call.config.true_vocab_size, sizes[0])
+        # From here on every rank knows the same, and raises where one does.
+        starts = starts or tuple(accumulate(sizes[:-1], initial=0))
+        ranges = sorted((start, start + rows) for start, rows in zip(starts, sizes, strict=True))
+        if any(left[1] != right[0] for left, right in pairwise(ranges)):
+            raise ValueError(f"the vocabulary shards leave gaps: [start, stop) is {ranges}; expected none")
+        end = ranges[-1][1] if call.config.true_vocab_size is None else call.config.true_vocab_size
+        return Shards(starts, sizes, ranges[0][0], end)

@@ -1,0 +1,175 @@
+"""The likeliest ids from hidden states, over one rank and several, against the definition in fp64."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from megatron_fused_ce import FusedCEConfig, fused_linear_topk, masked_tokens
+from megatron_fused_ce.scripts.lib.reference import FLOOR, relative_error
+from tests.support.head import rows_of, same_on_all_ranks, tokens_of
+from tests.support.op import gemm_flops
+from tests.support.ranks import Rank, on_ranks
+
+S, B, H, V = 24, 3, 8, 97
+
+#: ids asked for, options of the config, temperature, dtype, sequence parallelism.
+CALLS: dict[str, tuple[int, dict[str, Any], str, torch.dtype, bool]] = {
+    "one": (1, {}, "number", torch.float32, False),
+    "more than a rank has": (60, {}, "number", torch.bfloat16, True),
+    "the whole vocabulary": (V, {"chunk_tokens": 99}, "per token", torch.float32, True),
+    "softcap, scale below 0": (
+        *(5, {"logit_softcap": 30.0, "logit_scale": -0.75}),
+        *("per token", torch.float32, False),
+    ),
+    "a rank of padding": (40, {"true_vocab_size": 40}, "per sequence", torch.float16, True),
+    "padding": (7, {"true_vocab_size": 90}, "tensor", torch.bfloat16, False),
+    "rounded": (9, {"logit_precision": "activations"}, "number", torch.bfloat16, False),
+}
+
+
+def operands(rank: Rank, dtype: torch.dtype = torch.float32):
+    """Small whole numbers: products are exact in every dtype and order, and many logits are equal."""
+    generator = torch.Generator().manual_seed(5)
+    hidden, weight = (torch.randint(-2, 3, size, generator=generator) for size in ((S, B, H), (V, H)))
+    return hidden.to(rank.device, dtype), weight.to(rank.device, dtype)
+
+
+def likeliest(hidden, weight, k, config, temperature):
+    """``[b, s, k]`` by the definition; ``temperature [b, s]``."""
+    z = config.logit_scale * (hidden.double() @ weight.double().t())[..., : config.true_vocab_size]
+    cap = config.logit_softcap
+    z = (z if cap is None else cap * torch.tanh(z / cap)).transpose(0, 1)
+    ids = z.argsort(dim=-1, descending=True, stable=True)[..., :k]
+    return (z / temperature.double().unsqueeze(-1)).log_softmax(-1).gather(-1, ids), ids
+
+
+@on_ranks(1, 2, 4)
+def test_against_fp64(rank: Rank):
+    """Shards of unequal sizes, one of a single row; a last chunk that is shorter; ids equal one by one."""
+    for call in CALLS:
+        compare(rank, call, "torch")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("call", ["more than a rank has", "softcap, scale below 0"])
+def test_by_the_kernels(rank: Rank, call):
+    compare(rank, call, "triton")
+
+
+def compare(rank: Rank, call: str, row_backend: str) -> None:
+    k, options, kind, dtype, sp = CALLS[call]
+    hidden, weight = operands(rank, dtype)
+    config = FusedCEConfig(**{"chunk_tokens": 28, **options, "row_backend": row_backend})
+    temperature: Any = torch.full((B, S), 0.7, device=rank.device)
+    if kind == "per token":
+        temperature = 0.5 + torch.rand(B, S, generator=torch.Generator().manual_seed(2)).to(rank.device)
+    elif kind == "per sequence":
+        temperature = torch.tensor([0.5, 1.0, 2.0], device=rank.device).unsqueeze(-1).expand(B, S)
+    given = {"number": 0.7, "tensor": temperature[0, 0], "per sequence": temperature[:, 0]}.get(
+        kind, temperature
+    )
+    made, ids = fused_linear_topk(
+        hidden[tokens_of(rank, S, sp)],
+        weight[rows_of(rank, "unequal", V)],
+        k,
+        temperature=given,
+        batch_first=False,
+        tp_group=rank.group,
+        sequence_parallel=sp,
+        config=config,
+    )
+    true, true_ids = likeliest(hidden, weight, k, config, temperature)
+    same_on_all_ranks(rank, made, ids)
+    assert made.dtype == torch.float32 and ids.dtype == torch.int64
+    assert torch.equal(ids, true_ids), call
+    assert relative_error(made, true) < FLOOR[torch.float32], call
+
+
+@on_ranks(1, 2)
+def test_rows_without_a_softmax(rank: Rank):
+    """NaN, +inf, all -inf: NaN and ids -1, of that row alone. -inf beside numbers is a probability of 0."""
+    hidden = torch.eye(5, H, device=rank.device)
+    weight = torch.zeros(10, H, device=rank.device)
+    weight[:4, 0], weight[4:, 0] = torch.arange(4.0), -torch.inf
+    weight[7, 1], weight[3, 2], weight[:, 3] = torch.nan, torch.inf, -torch.inf
+    logits = torch.stack([weight[:, column] for column in range(5)])
+    # A product of 0 and inf is NaN: logits as they are, one column of the weight each.
+    rows = slice(rank.rank * 10 // rank.size, (rank.rank + 1) * 10 // rank.size)
+
+    def write(x, w, out):
+        out.copy_(logits[:, rows])
+
+    for row_backend in ("torch", "triton"):
+        with patch("megatron_fused_ce.topk.write_logits", write):
+            config = FusedCEConfig(row_backend=row_backend)
+            made, ids = fused_linear_topk(hidden, weight[rows], 6, tp_group=rank.group, config=config)
+        same_on_all_ranks(rank, made, ids)
+        assert ids[0].tolist() == [3, 2, 1, 0, 4, 5] and ids[4].tolist() == [0, 1, 2, 3, 4, 5]
+        torch.testing.assert_close(made[[0, 4]], logits[[0, 4]].log_softmax(-1).topk(6).values)
+        assert made[1:4].isnan().all() and ids[1:4].tolist() == [[-1] * 6] * 3
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("sp", [False, True])
+def test_tokens_outside_the_active_mask_cost_no_gemm(rank: Rank, sp):
+    """Of one sequence most are outside: the parts have different numbers of tokens."""
+    hidden, weight = operands(rank)
+    active = torch.rand(B, S, generator=torch.Generator().manual_seed(1)).to(rank.device) < 0.4
+    active[:, : S // 2] &= active[:, S // 2 :]
+    options = {"tp_group": rank.group, "sequence_parallel": sp, "config": FusedCEConfig(chunk_tokens=14)}
+    given = hidden[tokens_of(rank, S, sp)].transpose(0, 1), weight[rows_of(rank, "unequal", V)], 4
+    right, right_ids = fused_linear_topk(*given, batch_first=True, **options)
+    with patch.object(masked_tokens, "ROUND_TO", 1), gemm_flops() as flops:
+        made, ids = fused_linear_topk(*given, batch_first=True, active_mask=active, **options)
+    parts = active.chunk(rank.size if sp else 1, dim=1)
+    tokens = len(parts) * max(int(part.sum()) for part in parts)
+    assert flops.get_total_flops() == 2 * tokens * given[1].numel()
+    assert torch.equal(ids, right_ids.masked_fill(~active.unsqueeze(-1), -1))
+    assert torch.equal(made, right.masked_fill(~active.unsqueeze(-1), -torch.inf))
+
+
+@on_ranks(2)
+def test_shards_in_another_order(rank: Rank):
+    hidden, weight = operands(rank)
+    start = 0 if rank.rank else 40
+    rows = weight[:40] if rank.rank else weight[40:]
+    made, ids = fused_linear_topk(hidden, rows, 50, batch_first=False, tp_group=rank.group, vocab_start=start)
+    true, true_ids = likeliest(hidden, weight, 50, FusedCEConfig(), torch.ones(B, S, device=rank.device))
+    assert torch.equal(ids, true_ids)
+    assert relative_error(made, true) < FLOOR[torch.float32]
+
+
+#: What the last rank alone gives, and every rank's words.
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "no order": ({"batch_first": None}, r"give batch_first=True for \[b, s, H\]"),
+    "no ids": ({"k": 0}, "k is 0; expected"),
+    "too many ids": ({"k": V + 1}, "expected at most the 97 ids|disagree on k"),
+    "another number": ({"k": 3}, "disagree on k"),
+    "a mask of numbers": ({"active_mask": torch.ones(B, S)}, "active_mask is torch.float32"),
+    "a temperature of 0": ({"temperature": 0.0}, "temperature must be above 0"),
+    "a temperature of the sequence": ({"temperature": torch.ones(S)}, "one a token in the labels' shape"),
+}
+
+
+@on_ranks(1, 2)
+def test_bad_arguments_of_one_rank(rank: Rank):
+    """In a later call too, which goes on without."""
+    hidden, weight = operands(rank)
+    rows, good = weight[rows_of(rank, "unequal", V)], {"k": 2, "batch_first": False, "tp_group": rank.group}
+    for what, (bad, words) in BAD.items():
+        if what == "another number" and rank.size == 1:
+            continue
+        given: dict[str, Any] = {**good, **(bad if rank.rank == rank.size - 1 else {})}
+        fused_linear_topk(hidden, rows, **good)
+        with pytest.raises((TypeError, ValueError), match=words):
+            fused_linear_topk(hidden, rows, **given)
+
+
+def test_no_tokens(device):
+    weight = torch.randn(V, H, device=device)
+    made, ids = fused_linear_topk(torch.randn(0, 2, H, device=device), weight, 3, batch_first=False)
+    assert made.shape == ids.shape == (2, 0, 3)
