@@ -493,11 +493,21 @@ def test_merge_of_parsed_arguments():
 
 
 def test_megatrons_arguments_come_before_the_command_line(monkeypatch):
-    """--yaml-cfg replaces the parsed arguments: then the command line counts."""
+    """--yaml-cfg replaces the parsed arguments: then the command line counts. enable() without a config takes
+    what counts."""
     monkeypatch.setattr(sys, "argv", ["x", "--fused-chunked-ce", "--fused-ce-num-chunks", "5"])
     parsed = argparse.Namespace(fused_chunked_ce=True, fused_ce_num_chunks=2)
     monkeypatch.setattr(arguments, "megatron_args", lambda: parsed)
     assert switch.active_config() == FusedCEConfig(num_chunks=2)
+    parsed.fused_ce_trust = ["0123456789abcdef"]
+    try:
+        megatron_fused_ce.enable(trust="f" * 16)
+        assert switch.active_config() == FusedCEConfig(num_chunks=2)
+        assert switch.trusted() == {"0123456789abcdef", "f" * 16}
+        megatron_fused_ce.enable(FusedCEConfig(), trust="f" * 16)
+        assert switch.active_config() == FusedCEConfig() and switch.trusted() == {"f" * 16}
+    finally:
+        megatron_fused_ce.disable()
     for yaml in ({}, {"fused_chunked_ce": False}):
         monkeypatch.setattr(arguments, "megatron_args", lambda y=yaml: argparse.Namespace(**y))
         assert switch.active_config() == FusedCEConfig(num_chunks=5)
