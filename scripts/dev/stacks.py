@@ -17,6 +17,7 @@ recomputes, which these sizes would not make it do.
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import functools
 import importlib
@@ -141,6 +142,10 @@ def miles(model: Any, case: Case, ours: bool) -> Made:
     return _concatenated(made, logits)
 
 
+def unwrapped(model: Any) -> Any:
+    return getattr(model, "module", model)
+
+
 class Batch(dict[str, Any]):
     """What verl takes of a TensorDict."""
 
@@ -166,7 +171,7 @@ def verl(model: Any, case: Case, ours: bool) -> Made:
             hf_config=types.SimpleNamespace(architectures=["Qwen3ForCausalLM"]), mtp=off,
             tokenizer=types.SimpleNamespace(pad_token_id=0),
         ),
-        tf_config=types.SimpleNamespace(calculate_per_token_loss=False), enable_routing_replay=False,
+        tf_config=unwrapped(model).config, enable_routing_replay=False,
     )  # fmt: skip
     nested = functools.partial(torch.nested.nested_tensor, layout=torch.jagged)
     responses = case.lengths["response_lengths"]
@@ -179,7 +184,7 @@ def verl(model: Any, case: Case, ours: bool) -> Made:
     )  # fmt: skip
     coefficient = types.SimpleNamespace(entropy_coeff=0.01 * (case.entropy == "differentiable"))
     loss = functools.partial(lambda config, **_: None, config=coefficient)
-    output, _ = engine.forward_step(iter([batch]), model, loss, None)
+    output, _ = engine.forward_step(iter([batch]), model, loss, print)
     to_padding = importlib.import_module("verl.workers.utils.padding").no_padding_2_padding
     kept = torch.arange(max(responses)) < torch.tensor(responses)[:, None]
     made = [to_padding(output[name], batch)[kept] if name in output else None for name in ("log_probs", "entropy")]
@@ -196,9 +201,10 @@ def skyrl(model: Any, case: Case, ours: bool) -> Made:
     pack = importlib.import_module("skyrl.backends.skyrl_train.distributed.megatron.megatron_utils")
     width, responses = max(map(len, case.tokens)), case.lengths["response_lengths"]
     # Prompts end, and responses begin, in one column.
-    sequences = torch.zeros(len(responses), width + max(responses), dtype=torch.int64)
+    columns = -(-(width + max(responses)) // 8) * 8
+    sequences = torch.zeros(len(responses), columns, dtype=torch.int64)
     attention = torch.zeros_like(sequences, dtype=torch.bool)
-    end = sequences.shape[1] - max(responses)
+    end = columns - max(responses)
     for row, (one, n) in enumerate(zip(case.tokens, responses, strict=True)):
         where = slice(end - len(one) + n, end + n)
         sequences[row, where], attention[row, where] = one, True
@@ -237,9 +243,9 @@ def nemo_rl(model: Any, case: Case, ours: bool) -> Made:
     data = types.SimpleNamespace(get_multimodal_dict=lambda **_: {})
     with contextlib.ExitStack() as stack:
         if not ours:
-            functions = importlib.import_module("nemo_rl.distributed.model_utils")
-            stack.enter_context(mock.patch.object(type(model), "forward", type(model).forward))
-            stack.enter_context(mock.patch.object(type(model), "_linear_ce_fusion_forward_patched", False, create=True))
+            functions, gpt = importlib.import_module("nemo_rl.distributed.model_utils"), type(unwrapped(model))
+            stack.enter_context(mock.patch.object(gpt, "forward", gpt.forward))
+            stack.enter_context(mock.patch.object(gpt, "_linear_ce_fusion_forward_patched", False, create=True))
             functions.patch_gpt_model_forward_for_linear_ce_fusion(chunk_size=5)
         return Made(train.model_forward(model, data, ids, None, None, use_fused_linear_logprobs=True).flatten())
 
@@ -355,6 +361,13 @@ class Missing:
         return cls
 
 
+def missing(name: str) -> Any:
+    """A mock's member."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return type(name, (Missing,), {}) if name[0].isupper() else mock.MagicMock(name=name)
+
+
 class Mocks(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """The last finder: mocks for all that is missing."""
 
@@ -365,16 +378,22 @@ class Mocks(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def create_module(self, spec: Any) -> types.ModuleType:
         module = types.ModuleType(spec.name)
-
-        def member(name: str) -> Any:
-            if name.startswith("__"):
-                raise AttributeError(name)
-            return type(name, (Missing,), {}) if name[0].isupper() else mock.MagicMock(name=name)
-
-        module.__getattr__ = member  # type: ignore[method-assign]
+        module.__getattr__ = missing  # type: ignore[method-assign]
         return module
 
     def exec_module(self, module: types.ModuleType) -> None: ...
+
+
+def exported(package: str, file: Path, name: str) -> Any:
+    """A package's module of this name, or what its ``__init__`` takes from one, without running the rest."""
+    if (file.parent / name).is_dir() or (file.parent / f"{name}.py").is_file():
+        return importlib.import_module(f"{package}.{name}")
+    for line in ast.walk(ast.parse(file.read_text())):
+        names = [alias.name for alias in line.names] if isinstance(line, ast.ImportFrom) else []
+        if name in names:
+            module = "." * line.level + (line.module or "")
+            return getattr(importlib.import_module(module, package), name)
+    return missing(name)
 
 
 @contextlib.contextmanager
@@ -382,8 +401,9 @@ def imported_from(copy: Path, name: str) -> Iterator[None]:
     """The stack's modules are those of ``copy``, whose packages' ``__init__`` do not run."""
     for inside in (copy / name).rglob("__init__.py"):
         package = ".".join(inside.parent.relative_to(copy).parts)
-        sys.modules[package] = types.ModuleType(package)
-        sys.modules[package].__path__ = [str(inside.parent)]
+        module = sys.modules[package] = types.ModuleType(package)
+        module.__path__, module.__package__ = [str(inside.parent)], package
+        module.__getattr__ = functools.partial(exported, package, inside)  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -436,7 +456,6 @@ def build(case: Case) -> Any:
 def run(stack: Stack, case: Case, ours: bool) -> dict[str, Any]:
     """Numbers of one case on this rank: results, gradients, heads, peak bytes."""
     model = build(case)
-    inner = getattr(model, "module", model)
     hidden: list[Tensor] = []
 
     def keep(module: Any, inputs: Any, output: Tensor) -> None:
@@ -444,7 +463,7 @@ def run(stack: Stack, case: Case, ours: bool) -> dict[str, Any]:
         if output.requires_grad:
             output.retain_grad()
 
-    inner.decoder.register_forward_hook(keep)
+    unwrapped(model).decoder.register_forward_hook(keep)
     counters = megatron_fused_ce.counters()
     counters.reset()
     with (
@@ -572,7 +591,9 @@ def is_equal(name: str, row: dict[str, Any]) -> bool:
     values, gradients = BOUNDS[row["dtype"]]
     bounds = dict.fromkeys(NUMBERS[:2], values) | dict.fromkeys(NUMBERS[2:], max(gradients, ROUNDED.get(name, 0)))
     close = all(row[n] is None or row[n] <= bounds[n] for n in NUMBERS)
-    fused = all(heads[0] > 0 and heads[1:] == [0, 0] for heads in row["heads"])
+    # The heads of multi-token prediction are called by functional_call in miles: Megatron computes them.
+    left = 1 if name == "miles" and "MTP" in row["case"] else 0
+    fused = all(heads[0] > 0 and heads[1:] == [0, left] for heads in row["heads"])
     return close and fused and row["peak"][1] <= row["peak"][0]
 
 
