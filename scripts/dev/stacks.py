@@ -8,6 +8,12 @@ Megatron, the stack's functions from the model's call to the response's log-prob
 backward. Rows have the norm of the difference by the norm without the diff, of results, of the gradients of
 hidden states and of all weights; heads; peak bytes of logits. Exit status 1 where a row is not equal.
 
+Beside them ``bridge``: heads of models that Megatron-Bridge builds (:mod:`.stacks_bridge`), with what it
+imports on PYTHONPATH (pip install --no-deps --target FOLDER 'transformers>=5.8,<=5.12.1' 'huggingface-hub<2'
+'tokenizers<=0.23.0' httpx httpcore safetensors regex omegaconf antlr4-python3-runtime==4.9.3 hydra-core
+datasets accelerate peft diffusers); and ``tests``: Megatron's own unit tests around the head
+(:mod:`.stacks_tests`; most want a GPU and Transformer Engine).
+
 Stand-ins: Megatron's decoder gets no packed_seq_params (its attention takes the pack for one sequence: what a
 CPU has knows neither packing nor context parallelism) and positions are not embedded. What cannot be imported
 is a mock. Trainers, rollouts and packages' ``__init__`` do not run. The head works on 8 tokens at a time and
@@ -40,6 +46,7 @@ from torch import Tensor
 
 import megatron_fused_ce
 from megatron_fused_ce.command_line import Parser
+from megatron_fused_ce.scripts.dev import stacks_tests
 from megatron_fused_ce.scripts.lib import gloo, megatron_cpu, results, tables
 from megatron_fused_ce.scripts.lib.live_storages import LogitStorages
 from megatron_fused_ce.scripts.lib.results import REPOSITORY
@@ -369,7 +376,7 @@ STACKS = {
     ),
 }
 #: What must stay missing: Megatron asks for it, and a mock would be used.
-MISSING = ("transformer_engine", "apex", "flash_attn", "modelopt", "triton_kernels")
+MISSING: tuple[str, ...] = ("transformer_engine", "apex", "flash_attn", "modelopt", "triton_kernels")
 MISSING += ("fused_weight_gradient_mlp_cuda",)
 
 
@@ -604,8 +611,25 @@ def compare(name: str, checkout: Path, megatron: Path) -> list[dict[str, Any]]:
             raise SystemExit(f"{name}: {done.stdout}{done.stderr}")
         of_ranks = [json.loads((folder / f"rows{rank}").read_text()) for rank in range(RANKS)]
         rows = [worst(ranks) for ranks in zip(*of_ranks, strict=True)]
+    return with_commits(name, checkout, megatron, [row | {"equal": is_equal(name, row)} for row in rows])
+
+
+def of_bridge(checkout: Path, megatron: Path) -> list[dict[str, Any]]:
+    search = [megatron.resolve(), checkout.resolve() / "src", REPOSITORY, os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, search)), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "megatron_fused_ce.scripts.dev.stacks_bridge"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"bridge: {done.stdout}{done.stderr}")
+    rows = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[{")))
+    return with_commits("bridge", checkout, megatron, rows)
+
+
+def with_commits(
+    name: str, checkout: Path, megatron: Path, rows: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
     commits = {"stack": f"{name} {name_of(checkout)}", "megatron": name_of(megatron)}
-    return [commits | row | {"equal": is_equal(name, row)} for row in rows]
+    return [{**commits, **dict.fromkeys((*NUMBERS, "peak")), **row} for row in rows]
 
 
 def is_equal(name: str, row: dict[str, Any]) -> bool:
@@ -627,13 +651,19 @@ def name_of(checkout: Path) -> str:
     return git(checkout, "rev-parse", "--short=9", "HEAD").decode().strip() + ("*" if changed else "")
 
 
+OTHERS: dict[str, Callable[[Path, Path], list[dict[str, Any]]]] = {
+    "bridge": of_bridge,
+    "tests": lambda checkout, megatron: with_commits(
+        "tests", checkout, megatron, stacks_tests.rows(checkout)
+    ),
+}
 COLUMNS = ("stack", "megatron", "case", *NUMBERS, "heads", "peak KiB", "equal")
 
 
 def cells(row: dict[str, Any]) -> list[str]:
     numbers = [tables.cell(row[name], ".0e") for name in NUMBERS]
     heads = "; ".join(" ".join(map(str, heads)) for heads in row["heads"])
-    peaks = " → ".join(f"{size / 1024:.1f}" for size in row["peak"])
+    peaks = " → ".join(f"{size / 1024:.1f}" for size in row["peak"] or ())
     return [
         row["stack"],
         row["megatron"],
@@ -649,7 +679,7 @@ def main(words: list[str] | None = None) -> int:
     parser = Parser("python -m scripts.dev.stacks", __doc__ or "")
     parser.add_argument(
         "--of", nargs=3, action="append", default=[], metavar=("NAME", "CHECKOUT", "MEGATRON"),
-        help=f"one of {', '.join(STACKS)}; of train_rl and labels both are a Megatron-LM",
+        help=f"one of {', '.join((*STACKS, *OTHERS))}; of train_rl, labels and tests both are a Megatron-LM",
     )  # fmt: skip
     parser.add_argument("--out", type=Path, metavar="FILE", help="also write the results there")
     parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)
@@ -657,7 +687,9 @@ def main(words: list[str] | None = None) -> int:
     if options.rank:
         of_rank(options.rank[0], Path(options.rank[1]))
         gloo.leave()
-    rows = [row for name, *paths in options.of for row in compare(name, *map(Path, paths))]
+    rows = []
+    for name, *paths in options.of:
+        rows += OTHERS.get(name, functools.partial(compare, name))(*map(Path, paths))
     print(tables.markdown(COLUMNS, map(cells, rows), left=3))
     if options.out:
         made = [{"shape": row["case"], "variant": row["stack"], **row} for row in rows]

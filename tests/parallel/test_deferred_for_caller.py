@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from megatron_fused_ce.adapter.deferred_logits import DeferredLogits
 from megatron_fused_ce.scripts.lib.live_storages import LogitStorages
@@ -151,12 +152,21 @@ def test_off_against_on(rank: Rank, caller, name, entropy, real):
 
 
 @on_ranks(of_core(2, NEWEST), of_core(1, NEWEST, pytest.mark.rest))
-@pytest.mark.parametrize("broken", [False, True], ids=["", "nan"])
-def test_a_rank_without_response_tokens(rank: Rank, broken):
+@pytest.mark.parametrize("how", ["", "nan", "checkpoint"])
+def test_a_rank_without_response_tokens(rank: Rank, how):
     """Context parallelism leaves ranks with prompt alone: `0 * logits.sum()` is all that their loss has."""
     have_groups(rank.size)
+    broken = how == "nan"
     ids = torch.arange(SEQUENCE, device=rank.device)[None] % VOCAB
     positions, causal = megatron.positions_and_mask(rank)
+
+    def loss_of(logits: Any) -> Tensor:
+        loss = torch.zeros((), device=rank.device)
+        if isinstance(logits, DeferredLogits):
+            ((none, *_), _) = logits.log_probs_of(lambda rows: [(rows[0, :0], ids[0])])
+            loss = loss + none.sum()
+        loss += 0 * logits.sum()
+        return loss
 
     def seen() -> tuple[Tensor, dict[str, Tensor], int]:
         # Megatron's DDP asserts in the end that every weight's hook has fired.
@@ -165,11 +175,8 @@ def test_a_rank_without_response_tokens(rank: Rank, broken):
             ddp.module.output_layer.weight.data[0] = torch.nan
         with LogitStorages(vocab_rows=VOCAB // rank.size, hidden_size=megatron.HIDDEN) as storages:
             logits = ddp(ids, positions[:1], causal, labels=None)
-            loss = torch.zeros((), device=rank.device)
-            if isinstance(logits, DeferredLogits):
-                ((none, *_), _) = logits.log_probs_of(lambda rows: [(rows[0, :0], ids[0])])
-                loss = loss + none.sum()
-            loss += 0 * logits.sum()
+            again = how == "checkpoint"  # --recompute-loss-function
+            loss = checkpoint(loss_of, logits, use_reentrant=False) if again else loss_of(logits)
             loss.backward()
         ddp.finish_grad_sync()
         gradients = {name: parameter.main_grad for name, parameter in ddp.module.named_parameters()}
@@ -178,7 +185,8 @@ def test_a_rank_without_response_tokens(rank: Rank, broken):
     off = seen()
     with flag(deferred_logits=True, strategy="store", num_chunks=6) as counted:
         on = seen()
-    assert counted.counts == (2, 0, 0)  # none of the tokens, and all of them for their NaN
+    # None of the tokens, and all of them for their NaN. A second run is stopped before it has counted.
+    assert counted.counts == (3 if how == "checkpoint" else 2, 0, 0)
     assert on[0].isnan() == off[0].isnan() == broken
     everything = 4 * SEQUENCE * VOCAB // rank.size
     assert off[2] >= everything and on[2] <= everything * 2 / 6

@@ -85,6 +85,7 @@ assert not loss[:, -1].any() and not hidden.grad[-1].any() and hidden.grad[:-1].
     ("page", "check", "ranks"),
     [
         ("README.md", CHECK, 1),
+        ("docs/rl.md", "assert hidden.grad.any() and weight.grad.any()", 1),
         ("docs/scaling.md", "", 1),
         ("docs/losses.md", "", 1),
         ("docs/losses.md", "", 2),
@@ -92,7 +93,7 @@ assert not loss[:, -1].any() and not hidden.grad[-1].any() and hidden.grad[:-1].
 )
 def test_a_snippet_runs_and_says_what_is_printed(tmp_path, page, check, ranks):
     text = (ROOT / page).read_text()
-    (program,), printed = (
+    (program, *_), printed = (
         re.findall(rf"^```{language}\n(.*?)```", text, re.DOTALL | re.MULTILINE)
         for language in ("python", "text")
     )

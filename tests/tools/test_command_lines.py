@@ -24,7 +24,6 @@ from megatron_fused_ce.plan import command as plan
 from megatron_fused_ce.plan import head_command
 from megatron_fused_ce.scripts.bench import cases, commits, peers
 from megatron_fused_ce.scripts.demo import __main__ as demo
-from megatron_fused_ce.scripts.dev import upstream_tests
 from megatron_fused_ce.scripts.runs import compare, memory, pretrain, sweep
 from tests import soak
 
@@ -45,7 +44,6 @@ READERS: dict[str, tuple[Parse, list[str]]] = {
     "bench.peers": (peers.main, []),
     "pretrain": (pretrain.main, ["--megatron", "nowhere"]),
     "soak": (soak.main, []),
-    "upstream_tests": (upstream_tests.main, ["nowhere"]),
     "demo": (demo.main, []),
 }
 
@@ -226,10 +224,7 @@ PAGES += sorted(path for path in (ROOT / "docs").rglob("*.md") if "benchmarks" n
 #: Module -> its name in READERS.
 MODULES = {f"scripts.{name}": name for name in ("bench", "bench.commits", "bench.peers", "demo")}
 MODULES |= {f"scripts.runs.{name}": name for name in ("pretrain",)}
-MODULES |= {"scripts.dev.upstream_tests": "upstream_tests"}
-NOT_READ = {"autoload"} | {
-    f"scripts.dev.{name}" for name in ("figures", "bridge_heads", "sanitize", "known_forms")
-}
+NOT_READ = {"autoload"} | {f"scripts.dev.{name}" for name in ("figures", "stacks", "sanitize", "known_forms")}
 
 
 def named_commands() -> list[tuple[str, str, str]]:
