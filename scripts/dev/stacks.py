@@ -629,6 +629,8 @@ def with_commits(
     name: str, checkout: Path, megatron: Path, rows: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     commits = {"stack": f"{name} {name_of(checkout)}", "megatron": name_of(megatron)}
+    if git(megatron, "diff", "--name-only", "--diff-filter=M", "HEAD", "--", "megatron"):
+        commits["megatron"] += "*"  # slime patches its own
     return [{**commits, **dict.fromkeys((*NUMBERS, "peak")), **row} for row in rows]
 
 
@@ -646,9 +648,7 @@ def is_equal(name: str, row: dict[str, Any]) -> bool:
 
 
 def name_of(checkout: Path) -> str:
-    """Its commit, with * where files of it are changed (slime patches its Megatron)."""
-    changed = git(checkout, "diff", "--name-only", "--diff-filter=M", "HEAD").split()
-    return git(checkout, "rev-parse", "--short=9", "HEAD").decode().strip() + ("*" if changed else "")
+    return git(checkout, "rev-parse", "--short=9", "HEAD").decode().strip()
 
 
 OTHERS: dict[str, Callable[[Path, Path], list[dict[str, Any]]]] = {
@@ -688,6 +688,9 @@ def main(words: list[str] | None = None) -> int:
         of_rank(options.rank[0], Path(options.rank[1]))
         gloo.leave()
     rows = []
+    unknown = [name for name, *_ in options.of if name not in {**STACKS, **OTHERS}]
+    if unknown or not options.of:
+        parser.error(f"--of {' '.join(unknown)}: expected some of {', '.join((*STACKS, *OTHERS))}")
     for name, *paths in options.of:
         rows += OTHERS.get(name, functools.partial(compare, name))(*map(Path, paths))
     print(tables.markdown(COLUMNS, map(cells, rows), left=3))

@@ -33,7 +33,7 @@ from megatron_fused_ce.scripts.lib import gloo, megatron_cpu
 from megatron_fused_ce.scripts.lib.live_storages import LogitStorages
 
 BOUND = 1e-5
-VOCAB, SEQUENCE, BATCH = 512, 16, 2
+VOCAB, SEQUENCE, BATCH = 640, 16, 2
 #: Of every Hugging Face config.
 SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
