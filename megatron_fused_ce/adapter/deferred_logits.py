@@ -90,9 +90,11 @@ class DeferredLogits:
     Reading ``shape``, ``dtype``, ``device`` costs nothing; multiplying or dividing by a number is remembered;
     after a fused loss the maximum over the last dimension comes from that evaluation. Of logits for the
     caller ``transpose(0, 1)``, ``contiguous()``, a slice of positions (then ``[b, s, V]``), ``squeeze(0)``
-    and ``float()`` are remembered too. Everything else materialises the logits through Megatron's own layer,
-    once, and counts it. From then on the real ones are used for everything, since any of them may share
-    memory with others and be changed in place: they are those of the run without the flag, step by step.
+    and ``float()`` are remembered too, and ``sum()`` and ``mean()``: frameworks add 0 times one to their
+    loss, so that every rank has a backward (:meth:`_zero`). Everything else materialises the logits through
+    Megatron's own layer, once, and counts it. From then on the real ones are used for everything, since any
+    of them may share memory with others and be changed in place: they are those of the run without the flag,
+    step by step.
 
     Args:
         shape: of the requested logits; ``V`` is this rank's part, or the whole vocabulary if ``gathered``.
@@ -132,6 +134,9 @@ class DeferredLogits:
         self._made_by: tuple[DeferredLogits, Callable[[Any], Any]] | None = None
         #: all that were made of the same call, in their order, with the call's own
         self._family: list[weakref.ref[DeferredLogits]] = [weakref.ref(self)]
+        #: of that call: log-probabilities of an evaluation that left no token out
+        self._of_all: list[Tensor] = []
+        self._is_total = False  # the sum or mean of all
         self.at_call = at_call
         self._needs_grad = torch.is_grad_enabled() if needs_grad is None else needs_grad
         self._evaluated: LossAndArgmax | None = None
@@ -176,7 +181,9 @@ class DeferredLogits:
         counters().fused += 1
         return loss
 
-    def log_probs(self, labels: Tensor, entropy: str = "none") -> tuple[Tensor, Tensor | None] | None:
+    def log_probs(
+        self, labels: Tensor, entropy: str = "none", active_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None] | None:
         """``log_softmax(self)`` at ``labels`` ``[b, n]``, without logits; None if real logits are needed.
 
         Differentiable if the layer was called with gradients, like real logits: the caller's ``no_grad`` may
@@ -185,6 +192,7 @@ class DeferredLogits:
         Args:
             labels: global ids, one for each of the ``n`` positions that are left; ``[n]`` after ``squeeze``.
             entropy: of the softmax too: ``none``, ``detached`` or ``differentiable``.
+            active_mask: bool, in the labels' shape, as of :func:`.rl.token_log_probs`.
 
         Returns:
             Log-probability and entropy in the labels' shape and the dtype of these logits.
@@ -196,16 +204,23 @@ class DeferredLogits:
             return None
         if not self.head.fused_ce_serves(self, entropy):
             return None
-        batched = labels.unsqueeze(0) if self._squeezed else labels
-        everywhere = batched.new_zeros(batched.shape[0], self._num_positions)
-        left = slice(self._positions.start, self._positions.stop, self._positions.step)
-        everywhere[:, left] = batched
         dtype = torch.float32 if self.head.fused_ce_log_probs_in_fp32 else self.dtype
+        left = slice(self._positions.start, self._positions.stop, self._positions.step)
+
+        def everywhere(given: Tensor) -> Tensor:
+            """All positions: sequence parallelism needs a multiple of its ranks."""
+            batched = given.unsqueeze(0) if self._squeezed else given
+            whole = batched.new_zeros(batched.shape[0], self._num_positions)
+            whole[:, left] = batched
+            return whole
+
         with self._grad_mode():
-            # All positions: sequence parallelism needs a multiple of its ranks. What is sliced off gets the
-            # upstream gradient 0.
-            made = self.head.fused_log_probs(self, everywhere, entropy)
+            # What is sliced off gets the upstream gradient 0.
+            active = None if active_mask is None else everywhere(active_mask)
+            made = self.head.fused_log_probs(self, everywhere(labels), entropy, active)
             counters().fused += 1
+            if active is None:
+                self._of_all[:] = made[:1]
             # Not views: pipeline schedules free the tensors that they send.
             log_prob, entropy_of = (
                 None if x is None else x[:, left].reshape(labels.shape).to(dtype, copy=True) for x in made
@@ -218,9 +233,12 @@ class DeferredLogits:
     ) -> list[list[Tensor] | None]:
         """:meth:`log_probs` for a caller who cuts logits ``[b, s, V]`` into samples, with one evaluation.
 
+        Tokens of no sample take part in no GEMM.
+
         Args:
             cut: gives a sample's rows ``[n, 1]`` of what stands for the logits, ``[b, s, 1]`` in fp32, and
-                the labels ``[n]`` of these rows, sample by sample.
+                the labels ``[n]`` of these rows, sample by sample. The labels of no rows are not read: they
+                are often ``tokens[-n:]``, which are all of them.
 
         Returns:
             log-probabilities of each sample, ``[n]``, and entropies or None.
@@ -231,8 +249,12 @@ class DeferredLogits:
         sizes = [len(rows) for rows, _ in cuts]
         where = torch.cat([rows for rows, _ in cuts])
         everywhere = torch.zeros(shape.numel(), dtype=torch.int64, device=self.device)
-        everywhere[where] = torch.cat([labels for _, labels in cuts])
-        made = self.log_probs(everywhere.view(shape), entropy)
+        everywhere[where] = torch.cat([labels if len(rows) else labels[:0] for rows, labels in cuts])
+        active = None
+        if len(where) < len(everywhere):
+            active = torch.zeros_like(everywhere, dtype=torch.bool)
+            active[where] = True
+        made = self.log_probs(everywhere.view(shape), entropy, None if active is None else active.view(shape))
         if made is None:
             raise RuntimeError("log_probs_of needs deferred logits [b, s, V] as the model returned them")
         return [None if x is None else list(x.flatten()[where].split(sizes)) for x in made]
@@ -302,6 +324,8 @@ class DeferredLogits:
     # Remembered.
 
     def __mul__(self, other: Any) -> Any:
+        if self._is_total and not self.is_real and isinstance(other, (int, float)) and other == 0:
+            return self._zero()
         if not _is_scale(other):
             return self.materialise() * other
         return self._after(lambda real: real * other, logit_scale=self.logit_scale * other)
@@ -326,6 +350,33 @@ class DeferredLogits:
         if not batched or named or dim != (0,) or self.shape[0] != 1:
             return self.materialise().squeeze(*dim, **named)
         return self._after(operator.methodcaller("squeeze", 0), shape=self.shape[1:], _squeezed=True)
+
+    def sum(self, *dim: Any, **named: Any) -> Any:
+        return self._total("sum", *dim, **named)
+
+    def mean(self, *dim: Any, **named: Any) -> Any:
+        return self._total("mean", *dim, **named)
+
+    def _total(self, name: str, *dim: Any, **named: Any) -> Any:
+        if not self.for_caller or dim or named:
+            return getattr(self.materialise(), name)(*dim, **named)
+        step = operator.methodcaller(name)
+        return self._after(step, shape=torch.Size(()), for_caller=False, _is_total=True)
+
+    def _zero(self) -> Tensor:
+        """0 times the sum of all logits, without them: NaN where a token's are NaN or +inf, else 0.
+
+        It is 0 times the sum of all tokens' log-probabilities, from an evaluation or a pass of its own (not
+        kept: a checkpoint that runs the loss again counts what it saves), so that the backward goes where
+        that of real logits does: hidden states, weight, their hooks and collectives.
+        """
+        with self._grad_mode():
+            needs_grad = self._needs_grad and torch.is_grad_enabled()
+            made = next((x for x in self._of_all if x.requires_grad >= needs_grad), None)
+            if made is None:
+                made = self.head.fused_nothing(self, self.hidden.shape[1], self._num_positions)
+                counters().fused += 1
+            return (0.0 * made.sum()).to(self.dtype)
 
     def contiguous(self, **named: Any) -> Any:
         if not self.for_caller or named:

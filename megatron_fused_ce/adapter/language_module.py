@@ -126,17 +126,17 @@ def adopt_output_layer(model: Any, config: FusedCEConfig, log_accuracy: bool, jo
 
 
 def of_layer(config: FusedCEConfig, layer: Any) -> FusedCEConfig:
-    """The config with the precision of Megatron's ``--output-logit-dtype fp32``.
+    """The config with the precision of Megatron's ``--output-logit-dtype fp32`` (``logit_dtype``).
 
     Raises:
-        ValueError: this package's flag names another precision.
+        ValueError: it names another precision.
     """
     if getattr(layer, "output_dtype", None) != torch.float32:
         return config
     if config.logit_precision == "activations":
         raise ValueError(
-            "--output-logit-dtype fp32 and --fused-ce-logit-precision activations contradict each other: "
-            "leave one of them out"
+            "--output-logit-dtype fp32 (logit_dtype) and --fused-ce-logit-precision activations "
+            "(logit_precision) contradict each other: leave one of them out"
         )
     return replace(config, logit_precision="fp32")
 

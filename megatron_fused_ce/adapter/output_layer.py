@@ -169,13 +169,26 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
         return loss  # type: ignore[no-any-return]
 
     def fused_log_probs(
-        self, deferred: DeferredLogits, labels: Tensor, entropy: str
+        self, deferred: DeferredLogits, labels: Tensor, entropy: str, active: Tensor | None, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probability and, if asked for, entropy of ``labels`` in the vocabulary: fp32 ``[b, s]``."""
+        """Log-probability and, if asked for, entropy of ``labels`` in the vocabulary: fp32 ``[b, s]``.
+
+        Args:
+            active: bool ``[b, s]``, the tokens that need them, None for all.
+            options: of the config, for this call.
+        """
         stock_path.refuse_log_probs(self.fused_ce_config)
         unknown = TokenWeights(None, "the caller of log-probabilities weighs each token as it likes")
-        request = _LossRequest(_config_of(deferred), labels, unknown, entropy)
+        config = replace(_config_of(deferred), **options)
+        request = _LossRequest(config, labels, unknown, entropy, active)
         return self._evaluate(deferred, request).neg(), request.made_entropy
+
+    def fused_nothing(self, deferred: DeferredLogits, batch: int, positions: int) -> Tensor:
+        """Log-probabilities ``[b, s]`` of some label, for upstream gradients of 0: nothing is saved for them,
+        and their backward runs no GEMM."""
+        labels = torch.zeros(batch, positions, dtype=torch.int64, device=deferred.device)
+        without: Any = {"strategy": "recompute", "skip_zero_upstream": True}
+        return self.fused_log_probs(deferred, labels, "none", None, **without)[0]
 
     def fused_divergence(
         self, deferred: DeferredLogits, teacher: DeferredLogits, kind: str, temperature: float
@@ -268,13 +281,18 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
             call = self._call(input_, weight, labels, token_weights, config=config, head=_head_of(self))
             return batch_invariant.log_probs(call, self.fused_ce_log_probs_in_fp32).neg(), None
         counts_correct = self.fused_ce_log_accuracy and token_weights.values is not None
+        config = self._config_of_call(fused_ce_request.config, token_weights, entropy)
+        active = fused_ce_request.active
+        if active is not None:
+            token_weights, config = TokenWeights(active.float()), replace(config, skip_masked=True)
         out = linear_cross_entropy(
             self._call(
                 input_,
                 weight,
                 labels,
                 token_weights,
-                config=self._config_of_call(fused_ce_request.config, token_weights, entropy),
+                config=config,
+                active_mask=active is not None,
                 outputs=(("correct",) if counts_correct else ())
                 + (("entropy",) if entropy != "none" else ()),
                 differentiable=("entropy",) if entropy == "differentiable" else (),
@@ -483,6 +501,7 @@ class _LossRequest:
     labels: Tensor
     token_weights: TokenWeights
     entropy: str = "none"
+    active: Tensor | None = None  # bool [b, s]; of log-probabilities
     answered: bool = False
     made_entropy: Tensor | None = None
     local_max: Tensor | None = None

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron_fused_ce.adapter import stock_path
+from megatron_fused_ce.adapter.language_module import of_layer
 from megatron_fused_ce.adapter.main_grad import open_grad_weight_for
 from megatron_fused_ce.adapter.switch import counters
 from megatron_fused_ce.config import FusedCEConfig
@@ -36,6 +37,7 @@ def output_processor(
     output_weight: Tensor | None,
     labels: Tensor,
     context: LogProbOptions | None = None,
+    loss_mask: Tensor | None = None,
     scale_logits: Callable[[Tensor], Tensor] | None = None,
     **unused: Any,
 ) -> TokenLogProbs:
@@ -53,6 +55,10 @@ def output_processor(
         context: ``output_processor_context``, keywords of :func:`.rl.token_log_probs`. Without a ``config``
             it is the flag's, where the head has one; options that change the loss alone do not count, and
             ``skip_masked`` and ``grad_in_forward`` are the loss's (``active_mask`` is in the labels' shape).
+            ``active_mask="loss_mask"`` takes the model's, which is not read without: it may be meant for the
+            heads of multi-token prediction alone. With the model's ``logit_dtype=torch.float32`` logits are
+            not rounded.
+        loss_mask: ``[b, s]`` of the model's call.
         scale_logits: the model's; its factor (MuP) comes before softcap and temperature.
         unused: what else Megatron passes.
 
@@ -63,7 +69,8 @@ def output_processor(
     Raises:
         TypeError: ``context`` has other keywords.
         ValueError: the layer may do more than multiply (another class, a bias, a hook), in words;
-            ``scale_logits`` does more than multiply by a number; as :func:`.rl.token_log_probs`.
+            ``scale_logits`` does more than multiply by a number; ``config`` and ``logit_dtype`` name two
+            precisions; ``loss_mask`` is asked for and missing; as :func:`.rl.token_log_probs`.
 
     Collectives: those of :func:`.rl.token_log_probs`, and the hooks'.
     """
@@ -76,6 +83,14 @@ def output_processor(
             f"output_processor_context has {', '.join(sorted(unknown))}; expected some of "
             f"{', '.join(LogProbOptions.__annotations__)}"
         )
+    mask: Any = options.get("active_mask")
+    if isinstance(mask, str):
+        if mask != "loss_mask" or loss_mask is None:
+            raise ValueError(
+                f"active_mask is {mask!r} and the model's call had {'a' if loss_mask is not None else 'no'} "
+                'loss_mask; expected a bool tensor, or "loss_mask" in a call with one'
+            )
+        options["active_mask"] = loss_mask != 0
     is_adopted = isinstance(output_layer, adopted.ColumnParallelLinear)
     stock_path.refuse_processor(output_layer, is_adopted)
     config = options.get("config") or FusedCEConfig()
@@ -88,6 +103,7 @@ def output_processor(
         if reason is not None:
             raise ValueError(f"output_processor cannot serve this head: {reason}")
         config = replace(config, logit_softcap=softcap) if softcap else config
+    config = of_layer(config, output_layer)
     factor = _factor_of(scale_logits)
     if factor != 1.0:
         config = replace(config, logit_scale=config.logit_scale * factor)

@@ -103,7 +103,6 @@ def _reason_at_build(model: Any, megatron_args: Any, joined: bool) -> str | None
     unknown = _why_unknown_layer(layer, config)
     if unknown is not None:
         return unknown
-    output_dtype = getattr(layer, "output_dtype", None)
     on, any_rows = batch_invariant(config)
     checks = (
         *_always(layer, config),
@@ -113,10 +112,6 @@ def _reason_at_build(model: Any, megatron_args: Any, joined: bool) -> str | None
             "alone; triton and deepgemm are served for log-probabilities",
         ),
         (layer.gather_output, "its output layer gathers the logits (parallel_output=False)"),
-        (
-            output_dtype not in (None, config.params_dtype, torch.float32),
-            f"--output-logit-dtype asks for {output_dtype} logits",
-        ),
         (_config_logger_on(config), "the config logger writes the logits to disk"),
         (
             bool(getattr(megatron_args, "logits_save_dir", None)),
@@ -205,8 +200,13 @@ def _passes_on(layer: Any) -> bool:
 
 def _always(layer: Any, config: Any) -> tuple[tuple[bool, str], ...]:
     """What no head of this package serves, whatever it is asked for."""
+    output_dtype = getattr(layer, "output_dtype", None)
     return (
         *_of_layer(layer),
+        (
+            output_dtype not in (None, config.params_dtype, torch.float32),
+            f"--output-logit-dtype asks for {output_dtype} logits",
+        ),
         (getattr(layer, "gtp_remat_size", 1) > 1, "its weight is sharded by gtp_remat"),
         *(((True, deferred),) if (deferred := deferred_wgrad.reason_at_build(config)) else ()),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_fused_ce.config import FusedCEConfig, why_no_config
 
@@ -23,11 +24,17 @@ class Counters:
         self.fused = self.materialised = self.stock = 0
 
 
+class _Enabled(NamedTuple):
+    """What :func:`enable` was given."""
+
+    config: FusedCEConfig | None
+    log_accuracy: bool
+    deferred_logits: bool
+    trust: frozenset[str]
+
+
 _counters = Counters()
-_enabled_config: FusedCEConfig | None = None
-_enabled_log_accuracy = False
-_enabled_deferred_logits = False
-_enabled_trust: frozenset[str] = frozenset()
+_enabled: _Enabled | None = None
 
 
 def counters() -> Counters:
@@ -49,6 +56,8 @@ def enable(
     may have been imported already or not. Runs no collective.
 
     Args:
+        config: options of the head. None: those of the launch where it has ``--fused-chunked-ce``, with its
+            accuracy and trusted digests beside those given here; else the defaults.
         log_accuracy: the same as ``--fused-ce-log-accuracy``: adds ``"lm accuracy"`` to what the loss
             function of Megatron's schedules reports.
         deferred_logits: a model called without labels returns deferred logits of this rank's part, for
@@ -62,14 +71,13 @@ def enable(
             something else than digests.
         ImportError: an imported Megatron or torch is too old, or Megatron lacks a patched function.
     """
-    global _enabled_config, _enabled_log_accuracy, _enabled_deferred_logits, _enabled_trust
+    global _enabled
     from megatron_fused_ce.adapter import forms, import_hook
 
     wrong = why_no_config(config)
     if wrong is not None:
         raise wrong
-    config = config or FusedCEConfig()
-    if config.logit_scale != 1.0:
+    if config is not None and config.logit_scale != 1.0:
         raise ValueError(
             f"logit_scale is {config.logit_scale}; under Megatron the model scales its logits (MuP's output "
             "multiplier is taken over from it): leave it at 1"
@@ -80,53 +88,53 @@ def enable(
         raise ValueError(
             f"trust takes digests of 16 hexadecimal digits, as the log names them, got {wrong_digest!r}"
         )
-    _enabled_trust = digests
-    _enabled_config = config
-    _enabled_log_accuracy = log_accuracy
-    _enabled_deferred_logits = deferred_logits
+    _enabled = _Enabled(config, log_accuracy, deferred_logits, digests)
     import_hook.install(asked_for)
 
 
 def disable() -> None:
     """Leave models built from now on to Megatron, unless the command line asks for the fused head."""
-    global _enabled_config
-    _enabled_config = None
+    global _enabled
+    _enabled = None
 
 
 def returns_deferred_logits() -> bool:
     """Whether :func:`enable` asked for deferred logits from models without labels."""
-    return _enabled_config is not None and _enabled_deferred_logits
+    return _enabled is not None and _enabled.deferred_logits
 
 
 def active_config() -> FusedCEConfig | None:
     """The config for a model built now: :func:`enable`'s, else the launch's, else None."""
-    if _enabled_config is not None:
-        return _enabled_config
     from megatron_fused_ce.adapter import arguments
 
-    return arguments.config_from_args(arguments.launch_args())
+    if _enabled is not None and _enabled.config is not None:
+        return _enabled.config
+    of_launch = arguments.config_from_args(arguments.launch_args())
+    return of_launch if of_launch is not None or _enabled is None else FusedCEConfig()
 
 
 def trusted() -> frozenset[str]:
     """Digests of edited functions that the head may stand in for."""
-    if _enabled_config is not None:
-        return _enabled_trust
     from megatron_fused_ce.adapter import arguments
 
-    return arguments.trusted(arguments.launch_args())
+    given = frozenset() if _enabled is None else _enabled.trust
+    return given if _overrides_launch() else given | arguments.trusted(arguments.launch_args())
 
 
 def asked_for() -> bool:
     """Whether :func:`enable` or the command line turned the fused head on, before anything is parsed."""
     from megatron_fused_ce.adapter import arguments
 
-    return _enabled_config is not None or arguments.flag_given()
+    return _enabled is not None or arguments.flag_given()
 
 
 def logs_accuracy() -> bool:
     """Whether a model built now counts its correct tokens; call it only if there is a config."""
-    if _enabled_config is not None:
-        return _enabled_log_accuracy
     from megatron_fused_ce.adapter import arguments
 
-    return arguments.logs_accuracy(arguments.launch_args())
+    given = _enabled is not None and _enabled.log_accuracy
+    return given or (not _overrides_launch() and arguments.logs_accuracy(arguments.launch_args()))
+
+
+def _overrides_launch() -> bool:
+    return _enabled is not None and _enabled.config is not None

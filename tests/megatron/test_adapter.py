@@ -34,6 +34,11 @@ UNKNOWN = TokenWeights(None, "nobody said")
 class KnownHead:
     """A head whose real logits are known."""
 
+    fused_ce_log_probs_in_fp32 = False
+
+    def fused_ce_serves(self, deferred, entropy):
+        return True
+
     def __init__(self):
         self.logits = torch.randn(4, 2, 6, generator=torch.Generator().manual_seed(0))
         self.seen_scale = None
@@ -259,8 +264,9 @@ def test_log_probs_of_what_is_remembered(gathered, use, scale, positions, dtype)
     """Labels and log-probabilities of the positions that are left, of the whole sequence in the head."""
     seen = []
 
-    def fused_log_probs(deferred, labels, entropy):
+    def fused_log_probs(deferred, labels, entropy, active):
         seen.append((deferred.logit_scale, labels))
+        assert active is None
         return torch.arange(8.0).view(2, 4), None if entropy == "none" else torch.arange(8.0, 16.0).view(2, 4)
 
     gathered.head.fused_log_probs = fused_log_probs
@@ -317,6 +323,57 @@ def test_a_batch_of_one_can_be_squeezed(deferred):
 def test_any_other_use_of_gathered_logits(gathered, use):
     real = gathered.head.logits.transpose(0, 1)
     assert torch.equal(use(gathered), use(real))
+    assert materialised() == 1
+
+
+def test_samples_are_computed_alone(gathered):
+    """The head gets the rows of samples as active; labels of no rows are not read."""
+    seen = []
+
+    def fused_log_probs(deferred, labels, entropy, active):
+        seen.append((labels, active))
+        return labels.float(), None
+
+    gathered.head.fused_log_probs = fused_log_probs
+    tokens = torch.tensor([7, 8, 9])
+
+    def samples(rows):
+        return [(rows[0, 1:3], tokens[-2:]), (rows[0, :0], tokens[-0:]), (rows[1, 3:], tokens[-1:])]
+
+    log_probs, _ = gathered.log_probs_of(samples)
+    assert [x.tolist() for x in log_probs] == [[8, 9], [], [9]]
+    assert seen[0][0].tolist() == [[0, 8, 9, 0], [0, 0, 0, 9]]
+    assert torch.equal(seen[0][1], seen[0][0] > 0)
+    gathered.log_probs_of(lambda rows: [(rows, torch.arange(8))])
+    assert seen[1][1] is None
+    with pytest.raises(RuntimeError):
+        gathered.log_probs_of(lambda rows: [(rows[0, :2], tokens)])
+
+
+def test_zero_times_the_sum_needs_no_logits(gathered):
+    """As slime and miles add it to a loss without response tokens; another use of a sum makes real ones."""
+    weight, nan = torch.ones((), requires_grad=True), torch.tensor(1.0)
+
+    def fused_nothing(deferred, batch, positions):
+        return (torch.ones(batch, positions) * weight).where(torch.arange(positions) > 0, nan)
+
+    gathered.head.fused_nothing = fused_nothing
+    gathered.head.fused_log_probs = lambda *given: (fused_nothing(None, 2, 4), None)
+    for zero in (0, 0.0, -0.0):
+        loss = torch.zeros(())
+        loss += zero * (gathered.float()[:, :-1] / 3).sum()
+        assert loss == 0 and loss.dtype == torch.float32
+        assert torch.equal(torch.autograd.grad(loss, weight)[0], torch.zeros(()))
+    assert megatron_fused_ce.counters().fused == 3
+    nan.fill_(torch.nan)
+    gathered.log_probs(torch.zeros(2, 4, dtype=torch.long))
+    assert (gathered.mean() * 0).isnan() and not (gathered.detach().mean() * 0).requires_grad
+    assert (materialised(), megatron_fused_ce.counters().fused) == (0, 4)  # those of log_probs were taken
+    real = gathered.head.logits.transpose(0, 1).contiguous()
+    total, halved = gathered.sum(), gathered.mean() / 2
+    gathered.mul_(2.0)  # what was summed before is not changed
+    assert torch.equal(total + 0, real.sum()) and torch.equal(halved + 0, real.mean() / 2)
+    assert torch.equal(gathered.sum(-1), 2 * real.sum(-1)) and (0 * gathered.sum()) == 0
     assert materialised() == 1
 
 
@@ -440,11 +497,21 @@ def test_merge_of_parsed_arguments():
 
 
 def test_megatrons_arguments_come_before_the_command_line(monkeypatch):
-    """--yaml-cfg replaces the parsed arguments: then the command line counts."""
+    """--yaml-cfg replaces the parsed arguments: then the command line counts. enable() without a config takes
+    what counts."""
     monkeypatch.setattr(sys, "argv", ["x", "--fused-chunked-ce", "--fused-ce-num-chunks", "5"])
     parsed = argparse.Namespace(fused_chunked_ce=True, fused_ce_num_chunks=2)
     monkeypatch.setattr(arguments, "megatron_args", lambda: parsed)
     assert switch.active_config() == FusedCEConfig(num_chunks=2)
+    parsed.fused_ce_trust = ["0123456789abcdef"]
+    try:
+        megatron_fused_ce.enable(trust="f" * 16)
+        assert switch.active_config() == FusedCEConfig(num_chunks=2)
+        assert switch.trusted() == {"0123456789abcdef", "f" * 16}
+        megatron_fused_ce.enable(FusedCEConfig(), trust="f" * 16)
+        assert switch.active_config() == FusedCEConfig() and switch.trusted() == {"f" * 16}
+    finally:
+        megatron_fused_ce.disable()
     for yaml in ({}, {"fused_chunked_ce": False}):
         monkeypatch.setattr(arguments, "megatron_args", lambda y=yaml: argparse.Namespace(**y))
         assert switch.active_config() == FusedCEConfig(num_chunks=5)

@@ -181,7 +181,9 @@ def test_fp32_logits_are_the_heads_own_matter():
     assert language_module.of_layer(FusedCEConfig("store"), layer) == FusedCEConfig(
         "store", logit_precision="fp32"
     )
-    with pytest.raises(ValueError, match="--output-logit-dtype fp32 and --fused-ce-logit-precision"):
+    with pytest.raises(
+        ValueError, match=r"--output-logit-dtype fp32 .logit_dtype. and --fused-ce-logit-precision"
+    ):
         language_module.of_layer(rounded, layer)
     for other in (torch.bfloat16, None):
         assert language_module.of_layer(rounded, types.SimpleNamespace(output_dtype=other)) is rounded

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from megatron_fused_ce.adapter.deferred_logits import DeferredLogits
 from megatron_fused_ce.scripts.lib.live_storages import LogitStorages
@@ -17,8 +18,8 @@ from tests.support.megatron import BATCH, NEWEST, SEQUENCE, VOCAB, Model, build,
 from tests.support.ranks import Rank, on_ranks
 
 TEMPERATURE = 0.7
-#: Of three samples: all tokens, those of the response. The rest of the sequence is padding.
-LENGTHS = ((9, 4), (4, 3), (8, 7))
+#: Of four samples: all tokens, those of the response. The rest of the sequence is padding.
+LENGTHS = ((9, 4), (4, 3), (2, 0), (8, 7))
 MODELS = {
     "gpt": Model(),
     "gpt tied sp": Model(tied=True, sequence_parallel=True),
@@ -55,13 +56,16 @@ def by_samples(logits: Any, ids: Tensor, entropy: str, keep: bool) -> Any:
         end = 0
         for total, response in LENGTHS:
             end += total
-            yield rows[0, end - response - 1 : end - 1], ids[end - response : end]
+            tokens = ids[end - total : end]
+            yield rows[0, end - response - 1 : end - 1], tokens[-response:]  # of no response all tokens
 
     logits = logits / TEMPERATURE
     if isinstance(logits, DeferredLogits) and not keep:
         made = logits.log_probs_of(cut, entropy)
     else:
-        each = [definition(rows[None], tokens[None], entropy) for rows, tokens in cut(logits.clone())]
+        each = [
+            definition(rows[None], tokens[None, : len(rows)], entropy) for rows, tokens in cut(logits.clone())
+        ]
         made = [None if x[0] is None else [part[0] for part in x] for x in zip(*each, strict=True)]
     assert [log_prob.shape for log_prob in made[0]] == [(response,) for _, response in LENGTHS]
     return [x and torch.cat(x) for x in made]
@@ -145,6 +149,49 @@ def test_off_against_on(rank: Rank, caller, name, entropy, real):
     assert off.storages.peak_bytes >= everything
     if not real and entropy != "differentiable":
         assert 0 < on.storages.peak_bytes <= everything * 4 / 6
+
+
+@on_ranks(of_core(2, NEWEST), of_core(1, NEWEST, pytest.mark.rest))
+@pytest.mark.parametrize("how", ["", "nan", "checkpoint"])
+def test_a_rank_without_response_tokens(rank: Rank, how):
+    """Context parallelism leaves ranks with prompt alone: `0 * logits.sum()` is all that their loss has."""
+    have_groups(rank.size)
+    broken = how == "nan"
+    ids = torch.arange(SEQUENCE, device=rank.device)[None] % VOCAB
+    positions, causal = megatron.positions_and_mask(rank)
+
+    def loss_of(logits: Any) -> Tensor:
+        loss = torch.zeros((), device=rank.device)
+        if isinstance(logits, DeferredLogits):
+            ((none, *_), _) = logits.log_probs_of(lambda rows: [(rows[0, :0], ids[0])])
+            loss = loss + none.sum()
+        loss += 0 * logits.sum()
+        return loss
+
+    def seen() -> tuple[Tensor, dict[str, Tensor], int]:
+        # Megatron's DDP asserts in the end that every weight's hook has fired.
+        (ddp,) = megatron.in_ddp(Model(fused_wgrad=True, overlap=True, sequence_parallel=True), rank)
+        if broken:
+            ddp.module.output_layer.weight.data[0] = torch.nan
+        with LogitStorages(vocab_rows=VOCAB // rank.size, hidden_size=megatron.HIDDEN) as storages:
+            logits = ddp(ids, positions[:1], causal, labels=None)
+            again = how == "checkpoint"  # --recompute-loss-function
+            loss = checkpoint(loss_of, logits, use_reentrant=False) if again else loss_of(logits)
+            loss.backward()
+        ddp.finish_grad_sync()
+        gradients = {name: parameter.main_grad for name, parameter in ddp.module.named_parameters()}
+        return loss.detach(), gradients, storages.peak_bytes
+
+    off = seen()
+    with flag(deferred_logits=True, strategy="store", num_chunks=6) as counted:
+        on = seen()
+    # None of the tokens, and all of them for their NaN. A second run is stopped before it has counted.
+    assert counted.counts == (3 if how == "checkpoint" else 2, 0, 0)
+    assert on[0].isnan() == off[0].isnan() == broken
+    everything = 4 * SEQUENCE * VOCAB // rank.size
+    assert off[2] >= everything and on[2] <= everything * 2 / 6
+    for name, gradient in on[1].items():
+        assert broken or torch.equal(gradient, off[1][name]), name
 
 
 @on_ranks(of_core(2, NEWEST))

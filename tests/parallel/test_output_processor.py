@@ -228,3 +228,35 @@ def test_what_it_is_given_is_checked(rank: Rank):
     made = megatron_fused_ce.output_processor(**given, scale_logits=lambda logits: logits * 0.5)
     expected = (0.5 * given["hidden_states"] @ layer.weight.T).log_softmax(-1)[..., 0].T
     torch.testing.assert_close(made.log_prob, expected)
+    mask = torch.tensor([[0.0, 2.0, 0.0, 1.0]], device=rank.device)
+    with pytest.raises(ValueError, match="'loss_mask' and the model's call had no loss_mask"):
+        megatron_fused_ce.output_processor(**given, context={"active_mask": "loss_mask"})
+    for context in ({}, {"active_mask": "loss_mask"}):
+        made = megatron_fused_ce.output_processor(**given, loss_mask=mask, context=context)
+        assert torch.equal(made.log_prob != 0, mask != 0) == ("active_mask" in context)
+
+
+@on_ranks(of_core(1, megatron.INSTALLED))
+def test_the_models_logit_dtype(rank: Rank):
+    """fp32 logits of bf16 hidden states are not rounded, flag on and off; another dtype is refused."""
+    import megatron_fused_ce
+
+    have_groups(1)
+    megatron.needs_core(0, 16)
+    hidden = torch.randn(4, 1, megatron.HIDDEN, generator=torch.Generator().manual_seed(3)).to(rank.device)
+    labels = torch.zeros(1, 4, dtype=torch.int64, device=rank.device)
+    for turn in (megatron.counted(), flag()):
+        with turn:
+            layer = build(Model(dtype=torch.bfloat16), rank).output_layer
+            layer.output_dtype = torch.float32
+            given = {"hidden_states": 9 * hidden.bfloat16(), "output_layer": layer, "output_weight": None}
+            given["labels"] = labels
+            made = megatron_fused_ce.output_processor(**given).log_prob
+            expected = (given["hidden_states"].double() @ layer.weight.double().T).log_softmax(-1)[..., 0].T
+            assert (made - expected).abs().max() < 2e-6
+            activations = {"config": FusedCEConfig(logit_precision="activations")}
+            with pytest.raises(ValueError, match=r"logit_precision. contradict each other"):
+                megatron_fused_ce.output_processor(**given, context=activations)
+            layer.output_dtype = torch.float16
+            with pytest.raises(ValueError, match=r"asks for .*float16 logits"):
+                megatron_fused_ce.output_processor(**given)

@@ -24,7 +24,6 @@ from megatron_fused_ce.plan import command as plan
 from megatron_fused_ce.plan import head_command
 from megatron_fused_ce.scripts.bench import cases, commits, peers, whole_rows
 from megatron_fused_ce.scripts.demo import __main__ as demo
-from megatron_fused_ce.scripts.dev import upstream_tests
 from megatron_fused_ce.scripts.runs import compare, memory, pretrain, selfcheck, sweep
 from tests import soak
 
@@ -47,7 +46,6 @@ READERS: dict[str, tuple[Parse, list[str]]] = {
     "bench.whole_rows": (whole_rows.main, ["topk"]),
     "pretrain": (pretrain.main, ["--megatron", "nowhere"]),
     "soak": (soak.main, []),
-    "upstream_tests": (upstream_tests.main, ["nowhere"]),
     "demo": (demo.main, []),
 }
 
@@ -229,10 +227,7 @@ MODULES = {
     f"scripts.{name}": name for name in ("bench", "bench.commits", "bench.peers", "bench.whole_rows", "demo")
 }
 MODULES |= {f"scripts.runs.{name}": name for name in ("pretrain",)}
-MODULES |= {"scripts.dev.upstream_tests": "upstream_tests"}
-NOT_READ = {"autoload"} | {
-    f"scripts.dev.{name}" for name in ("figures", "bridge_heads", "sanitize", "known_forms")
-}
+NOT_READ = {"autoload"} | {f"scripts.dev.{name}" for name in ("figures", "stacks", "sanitize", "known_forms")}
 
 
 def named_commands() -> list[tuple[str, str, str]]:

@@ -1,23 +1,10 @@
-r"""Heads of models that NVIDIA's Megatron-Bridge builds, flag off against flag on, on a CPU.
-
-    pip install --no-deps --ignore-requires-python --target FOLDER megatron-bridge
-    pip install --no-deps --target FOLDER 'transformers>=5.8,<=5.12.1' 'huggingface-hub<2' \
-        'tokenizers<=0.23.0' httpx httpcore safetensors regex omegaconf \
-        antlr4-python3-runtime==4.9.3 hydra-core datasets accelerate peft diffusers
-    PYTHONPATH=MEGATRON:FOLDER python -m scripts.dev.bridge_heads
-
-MEGATRON is a folder outside this clone with megatron-core 0.19 or newer: inside, its version would name this
-clone's commit. For Bridge's newest source put its src/ before FOLDER. Empty classes stand in for Transformer
-Engine, ModelOpt and the resiliency package.
+"""Heads of models that NVIDIA's Megatron-Bridge builds: rows of :mod:`.stacks`, flag off against flag on.
 
 Each family goes the way of Bridge's users: a small Hugging Face config, AutoBridge, a provider, its
 finalize() and the model that it builds. Model class, embedding, output layer and loss are Bridge's own; the
 decoder is Megatron's without Transformer Engine, so families that differ only there are left out. Both models
-have the same weights, tokens and gradient of each token's loss.
-
-A row says whether the head is fused, or why it stays with Megatron, and how far loss and gradients are apart:
-norm of the difference by norm without the flag. Exit status 1 where that is above 1e-5, where logits were
-materialised, or where a softcap changed nothing.
+have the same weights, tokens and gradient of each token's loss. Empty classes stand in for Transformer
+Engine, ModelOpt and the resiliency package. A softcap that changes nothing is an error.
 """
 
 from __future__ import annotations
@@ -27,6 +14,7 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import io
+import json
 import logging
 import sys
 import types
@@ -41,12 +29,11 @@ from torch import Tensor
 import megatron_fused_ce
 from megatron_fused_ce import FusedCEConfig
 from megatron_fused_ce.adapter import report
-from megatron_fused_ce.command_line import Parser
-from megatron_fused_ce.scripts.lib import gloo, megatron_cpu, tables
+from megatron_fused_ce.scripts.lib import gloo, megatron_cpu
+from megatron_fused_ce.scripts.lib.live_storages import LogitStorages
 
 BOUND = 1e-5
-VOCAB, SEQUENCE, BATCH = 128, 16, 2
-COLUMNS = ("family", "head", "calls fused", "calls by Megatron", "loss", "worst gradient")
+VOCAB, SEQUENCE, BATCH = 640, 16, 2
 #: Of every Hugging Face config.
 SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -93,12 +80,13 @@ class Family:
     config: str
     fields: dict[str, Any] = field(default_factory=dict)
     change: Callable[[Any], None] = lambda provider: None
+    is_fused: bool = True
 
 
 FAMILIES = {
     "Llama 3": Family("Llama"),
     "Llama 3, LoRA on linear_qkv": Family("Llama", change=with_lora("linear_qkv")),
-    "Llama 3, LoRA on output_layer": Family("Llama", change=with_lora("output_layer")),
+    "Llama 3, LoRA on output_layer": Family("Llama", change=with_lora("output_layer"), is_fused=False),
     "Qwen3": Family("Qwen3"),
     "Qwen3, tied": Family("Qwen3", {"tie_word_embeddings": True}),
     "Gemma 2": Family("Gemma2", CAP),
@@ -157,16 +145,13 @@ def prepare() -> None:
     gloo.use_one_thread()
     dist.init_process_group("gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
     logging.disable(logging.WARNING)
-    try:
-        for name in OF_CORE:
-            importlib.import_module(f"megatron.core.{name}")
-        layers = vars(sys.modules["megatron.core.extensions.transformer_engine"])
-        mocks = [name for name in layers if name.startswith("TE") and not isinstance(layers[name], type)]
-        layers.update((name, Anything(name, (), {})) for name in mocks)  # isinstance() takes no mock
-        sys.meta_path.append(StandIns())
-        importlib.import_module("megatron.bridge")
-    except ModuleNotFoundError as error:
-        raise SystemExit(f"bridge_heads: {error}; see --help for what to install") from error
+    for name in OF_CORE:
+        importlib.import_module(f"megatron.core.{name}")
+    layers = vars(sys.modules["megatron.core.extensions.transformer_engine"])
+    mocks = [name for name in layers if name.startswith("TE") and not isinstance(layers[name], type)]
+    layers.update((name, Anything(name, (), {})) for name in mocks)  # isinstance() takes no mock
+    sys.meta_path.append(StandIns())
+    importlib.import_module("megatron.bridge")
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel()
@@ -206,25 +191,26 @@ def build(family: Family) -> Any:
     return model
 
 
-def step(model: Any) -> dict[str, Tensor]:
-    """``loss`` of each token, and the gradients of all parameters that train."""
+def step(model: Any) -> tuple[dict[str, Tensor], int]:
+    """``loss`` of each token and the gradients of all parameters that train; peak bytes of logits."""
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(0, VOCAB, (BATCH, SEQUENCE + 1), generator=generator)
     given = {"input_ids": ids[:, :-1], "labels": ids[:, 1:].contiguous()}
     model.zero_grad()
-    loss = model(**given, position_ids=None, attention_mask=None)
-    loss = loss[0] if isinstance(loss, tuple) else loss  # beside its mask
-    loss.backward(torch.rand(loss.shape, generator=generator))
+    with LogitStorages(vocab_rows=VOCAB, hidden_size=SIZES["hidden_size"]) as storages:
+        loss = model(**given, position_ids=None, attention_mask=None)
+        loss = loss[0] if isinstance(loss, tuple) else loss  # beside its mask
+        loss.backward(torch.rand(loss.shape, generator=generator))
     made = {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
-    return {"loss": loss.detach(), **made}
+    return {"loss": loss.detach(), **made}, storages.peak_bytes
 
 
 def apart(one: Tensor, other: Tensor) -> float:
     return float((one - other).double().norm() / one.double().norm().clamp_min(1e-30))
 
 
-def compare(family: Family) -> tuple[list[str], bool]:
-    """The cells of a family's row after its name, and whether it is right."""
+def compare(name: str, family: Family) -> dict[str, Any]:
+    """A family's row."""
     counters, printed = megatron_fused_ce.counters(), io.StringIO()
     report._said.clear()
     with contextlib.redirect_stdout(printed):
@@ -233,11 +219,11 @@ def compare(family: Family) -> tuple[list[str], bool]:
             for parameter in off.parameters():
                 if not parameter.any():  # LoRA's second factor, so that the first has a gradient
                     parameter.normal_(0.0, 0.1)
-        without, capped = step(off), True
+        (without, peak), capped = step(off), True
         if getattr(off.config, "final_logit_softcapping", None):
             off.config.final_logit_softcapping = None
-            capped = apart(without["loss"], step(off)["loss"]) > 100 * BOUND
-        megatron_fused_ce.enable(FusedCEConfig(strategy="store", num_chunks=3))
+            capped = apart(without["loss"], step(off)[0]["loss"]) > 100 * BOUND
+        megatron_fused_ce.enable(FusedCEConfig(strategy="recompute", num_chunks=4))
         try:
             on = build(family)
         finally:
@@ -246,30 +232,24 @@ def compare(family: Family) -> tuple[list[str], bool]:
             for mine, its in zip(on.parameters(), off.parameters(), strict=True):
                 mine.copy_(its)
         counters.reset()
-        with_flag = step(on)
+        with_flag, its_peak = step(on)
     words = [line.partition("Megatron's own path: ")[2] for line in printed.getvalue().splitlines()]
-    reason = "; ".join(filter(None, words)) or ("fused" if counters.fused else "never called")
+    reason = "; ".join(filter(None, words))
+    heads = counters.fused, counters.materialised, counters.stock
     same = without.keys() == with_flag.keys() and len(without) > 1
-    errors = {name: apart(without[name], with_flag[name]) for name in without if same}
+    errors = {key: apart(without[key], with_flag[key]) for key in without if same}
     worst = max(errors.values(), default=float("inf"))
-    right = worst <= BOUND and counters.materialised == 0 and capped
-    cells = [str(counters.fused), str(counters.stock), f"{errors.pop('loss', worst):.0e}", f"{worst:.0e}"]
-    return [reason if right else f"WRONG: {reason}", *cells], right
-
-
-def main() -> int:
-    Parser("python -m scripts.dev.bridge_heads", __doc__ or "").parse_args()
-    prepare()
-    modules = ("megatron.bridge", "megatron.core", "transformers", "torch")
-    versions = {name: str(sys.modules[name].__version__) for name in modules}
-    rows, all_right = [], True
-    for name, family in FAMILIES.items():
-        cells, right = compare(family)
-        all_right &= right
-        rows.append([name, *cells])
-    print(f"{', '.join(map(' '.join, versions.items()))}.\n\n{tables.markdown(COLUMNS, rows, 2)}")
-    return 0 if all_right else 1
+    is_fused = heads[0] > 0 and heads[1:] == (0, 0) and its_peak < peak
+    return {
+        "case": f"{name}: {reason}" if reason else name,
+        "log_prob": errors.pop("loss", worst),
+        "worst gradient": max(errors.values(), default=worst),
+        "heads": [heads],
+        "peak": (peak, its_peak),
+        "equal": worst <= BOUND and capped and is_fused == family.is_fused,
+    }
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    prepare()
+    print(json.dumps([compare(*family) for family in FAMILIES.items()]))
