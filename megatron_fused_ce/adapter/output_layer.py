@@ -279,7 +279,9 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
         if stock_path.batch_invariant(self.config)[0]:
             config = self._config_of_call(fused_ce_request.config, token_weights)
             call = self._call(input_, weight, labels, token_weights, config=config, head=_head_of(self))
-            return batch_invariant.log_probs(call, self.fused_ce_log_probs_in_fp32).neg(), None
+            made = batch_invariant.log_probs(call, self.fused_ce_log_probs_in_fp32).neg()
+            inactive = None if fused_ce_request.active is None else ~fused_ce_request.active
+            return made if inactive is None else made.masked_fill(inactive, 0.0), None
         counts_correct = self.fused_ce_log_accuracy and token_weights.values is not None
         config = self._config_of_call(fused_ce_request.config, token_weights, entropy)
         active = fused_ce_request.active
