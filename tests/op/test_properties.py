@@ -31,7 +31,7 @@ from megatron_fused_ce.loss import merge_extra, merge_shards
 from megatron_fused_ce.losses import Rows
 from megatron_fused_ce.losses.form import LossForm
 from megatron_fused_ce.op import linear_cross_entropy
-from megatron_fused_ce.rl import ENTROPY_CHOICES, masked_token_log_probs, token_log_probs
+from megatron_fused_ce.rl import masked_token_log_probs, token_log_probs
 from megatron_fused_ce.scripts.lib.reference import (
     UNIT_32,
     HeadInputs,
@@ -40,6 +40,7 @@ from megatron_fused_ce.scripts.lib.reference import (
     plain_head,
     plain_outputs,
 )
+from megatron_fused_ce.words import ENTROPY_CHOICES
 from tests.support.problems import (
     TRIED,
     DrawnProblem,
