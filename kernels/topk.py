@@ -19,6 +19,9 @@ best            16 MB read; 32 steps over 4096 keys a row            0.02 ms    
 best_of_blocks  16 MB read in pieces of 256 bytes; 32 steps as well  0.03 ms        0.01
 the rest        a sort of ``[C, K]`` and some ten small kernels      0.08 ms        0.03
 ==============  ===================================================  =============  ==============
+
+Measured on one H100 (T = 131072): 1.19 of the GEMMs (3.10 ms a chunk). block_maxima takes 0.37 ms, 2.8 TB/s,
+in place of 0.24: an H100's memory has 0.7 of an H200's bandwidth; both picks 0.13 ms in place of 0.05.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def check(
         AssertionError: with all that is wrong, and on which rows.
         TypeError: a term that no head takes (:meth:`.Term.why_wrong`), or without a gradient.
     """
-    if wrong := term.why_wrong() or ("" if term.gives else "has no gradient"):
+    if wrong := term.why_wrong() or ("" if term.gives else "has no gradient: its gives is empty"):
         raise TypeError(f"{term!r:.80} {wrong}")
     rows_of = list(_rows())
     if "at_labels" in term.gives:

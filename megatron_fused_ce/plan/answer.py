@@ -170,7 +170,8 @@ def _answer(result: Result) -> Iterator[Said]:
         values = {"before": gib(before.peak), "after": gib(after.peak), "usable": gib(advice.gpu.usable)}
         share = advice.saved / before.peak
         part = f"{share:.0%}" if share >= 0.1 else f"{share:.1%}"
-        said = say(advice.decision, **values, flags=flags, saved=gib(advice.saved), part=part)
+        saved = f"{float(values['before']) - float(values['after']):.2f}"  # of what is printed
+        said = say(advice.decision, **values, flags=flags, saved=saved, part=part)
     died = result.launch and result.launch.out_of_memory
     yield Said(said.name, DIED + said.text) if died else said
 

@@ -1,4 +1,4 @@
-"""Is the head right on this machine, and how fast? Two minutes on a GPU that nobody ran it on.
+"""Is the head right on this machine, and how fast? Two minutes on a GPU type we have not tried.
 
 A hundred random calls (strategies, dtypes, chunks, options of the loss, outputs, several labels, a teacher's
 likeliest classes, skipped tokens; peaked and high logits) against fp64. Each may be off by twice what plain
@@ -90,7 +90,8 @@ def main(words: list[str]) -> int:
     facts = results.made_by(name, ["megatron_fused_ce", "selfcheck", *words])
     facts["capability"] = ".".join(map(str, torch.cuda.get_device_capability())) if on_gpu else ""
     for key, value in facts.items():
-        print(f"{key:20} {value}")
+        if value:
+            print(f"{key:20} {value}")
     warnings.filterwarnings("ignore", ".*(upstream gradient|promise)")
     num_calls, wrong = wrong_calls(given.calls, device)
     print(f"{num_calls} calls against fp64, {len(wrong)} wrong", *wrong[:20], sep="\n")
