@@ -280,7 +280,9 @@ def _wrong_terms(terms: object, config: object) -> TypeError | ValueError | None
             return TypeError(f"the term of {name!r}, {term!r:.80}, {wrong}")
     first = next(iter(terms.values()))
     if not first.gives or first.per_label:
-        why = "is one number for each of several labels" if first.gives else "has no gradient (its gives is empty)"
+        why = "has no gradient: its gives is empty"
+        if first.gives:
+            why = "is one number for each of several labels"
         return ValueError(f"the first output is the loss, and {first} {why}: put it behind another")
     if options := getattr(config, "loss_terms", ""):
         return ValueError(
