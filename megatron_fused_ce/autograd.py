@@ -211,9 +211,9 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
                         result = run(context, hidden, weight, saved, upstream, needs_grad)
                     if later is not None:
                         waits, kept_for_it = for_later(context, saved)
-                        make = partial(
-                            run, waits, hidden, weight, kept_for_it, upstream, NeedsGrad(False, True)
-                        )
+                        # Copies: a caller may have given its own buffer, to be filled again.
+                        given = upstream.map(torch.clone)
+                        make = partial(run, waits, hidden, weight, kept_for_it, given, NeedsGrad(False, True))
                         later.put(partial(_make_grad_weight, make, accumulators, spec, device))
                         result = result[0], accumulators(weight, 0, False).close(None)
         except BaseException:
