@@ -330,7 +330,8 @@ class Divergence:
     ) -> dict[str, Tensor]:
         """Collectives: one SUM all-reduce of all tokens' divergences."""
         assert isinstance(others, Teacher)
-        divergence = comm.sum_over_shards(outputs["divergence"].contiguous())
+        # Of no tokens there is what was asked for alone.
+        divergence = comm.sum_over_shards(outputs.get("divergence", outputs["loss"]).contiguous())
         loss = divergence.clone()
         if others.label_weights is not None and "log_prob" in outputs:
             loss = loss - others.label_weights.view(loss.shape) * outputs["log_prob"].view(loss.shape)

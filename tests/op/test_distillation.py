@@ -524,3 +524,25 @@ def test_a_buffer_is_filled_again(strategy, refilled, b, device):
         made.loss.backward(problem.upstream)
     detached = DistillationOutputs(*(None if each is None else each.detach() for each in made))
     assert_right(problem, DistillationResult(detached, hidden.grad, weight.grad))
+
+
+def test_a_call_without_outputs_of_which_no_token_is_left(device):
+    """As the adapter's, of a micro-batch whose loss mask is 0 throughout."""
+    hidden, weight = (
+        torch.randn(4, 2, 8, device=device, requires_grad=True),
+        torch.randn(17, 8, device=device),
+    )
+    of_teacher = torch.randn(4, 2, 4, device=device), torch.randn(17, 4, device=device)
+    teacher = Distillation(*of_teacher, None, "forward_kl", 0.5, 1.0, None, False, False)
+    labels = torch.full((2, 4), -1, device=device)
+    call = Call(
+        hidden,
+        weight,
+        labels,
+        config=FusedCEConfig(skip_masked=True),
+        other_targets=teacher,
+        token_weights=torch.zeros(2, 4, device=device),
+    )
+    loss = linear_cross_entropy(call).loss
+    loss.sum().backward()
+    assert loss.shape == (2, 4) and not loss.any() and not hidden.grad.any()
