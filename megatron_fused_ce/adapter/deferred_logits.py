@@ -241,15 +241,23 @@ class DeferredLogits:
                 are often ``tokens[-n:]``, which are all of them.
 
         Returns:
-            log-probabilities of each sample, ``[n]``, and entropies or None.
+            log-probabilities of each sample, ``[n]``, and entropies or None; NaN where two samples have
+            another label for one row.
+
+        Raises:
+            ValueError: a sample with another number of labels than of rows.
         """
         shape = self.shape[:-1]
         numbers = torch.arange(shape.numel(), dtype=torch.float32, device=self.device)  # exact below 2**24
         cuts = [(rows.flatten().long(), labels) for rows, labels in cut(numbers.view(*shape, 1))]
         sizes = [len(rows) for rows, _ in cuts]
-        where = torch.cat([rows for rows, _ in cuts])
+        given = [labels if len(rows) else labels[:0] for rows, labels in cuts]
+        if sizes != [len(labels) for labels in given]:
+            raise ValueError(f"samples have {sizes} rows and {[len(labels) for labels in given]} labels")
+        where, ids = torch.cat([rows for rows, _ in cuts]), torch.cat(given)
         everywhere = torch.zeros(shape.numel(), dtype=torch.int64, device=self.device)
-        everywhere[where] = torch.cat([labels if len(rows) else labels[:0] for rows, labels in cuts])
+        everywhere[where] = ids
+        shared = everywhere[where] != ids  # a row with the label of another sample
         active = None
         if len(where) < len(everywhere):
             active = torch.zeros_like(everywhere, dtype=torch.bool)
@@ -257,7 +265,8 @@ class DeferredLogits:
         made = self.log_probs(everywhere.view(shape), entropy, None if active is None else active.view(shape))
         if made is None:
             raise RuntimeError("log_probs_of needs deferred logits [b, s, V] as the model returned them")
-        return [None if x is None else list(x.flatten()[where].split(sizes)) for x in made]
+        of_samples = [None if x is None else x.flatten()[where].masked_fill(shared, torch.nan) for x in made]
+        return [None if x is None else list(x.split(sizes)) for x in of_samples]
 
     def materialise(self) -> Tensor:
         """Real logits, as Megatron's layer computes them, once.

@@ -24,6 +24,8 @@ CLEAR, FINISH = "clear_embedding_activation_buffer", "finish_embedding_wgrad_com
 
 #: Of each output layer that has one; not an attribute, which a copy of the layer would share.
 _of_layer: WeakKeyDictionary[Any, Later] = WeakKeyDictionary()
+#: Of each for which a schedule has begun a step: whether a wrapper of its model overlaps the reduction.
+_overlaps: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 
 def is_on(config: Any) -> bool:
@@ -47,7 +49,7 @@ def later_of(layer: Any, open_grad_weight: OpenGradWeight) -> Later | None:
     config = layer.config
     if not is_on(config):
         return None
-    why_not = _why_at_once(config, kind_of(open_grad_weight))
+    why_not = _why_at_once(layer, kind_of(open_grad_weight))
     if why_not:
         report.say_once(
             layer.tp_group.rank(),
@@ -60,13 +62,14 @@ def later_of(layer: Any, open_grad_weight: OpenGradWeight) -> Later | None:
     return _of_layer[layer]
 
 
-def _why_at_once(config: Any, kind: str) -> str:
+def _why_at_once(layer: Any, kind: str) -> str:
+    config = layer.config
+    if layer not in _overlaps:
+        return "the step was begun by no schedule of Megatron's, which would end the wait"
     if kind not in ("main_grad", "low_main_grad"):
         return "the weight's gradient goes to no main_grad"
-    if (
-        getattr(config, "no_sync_func", None) is not None
-        or getattr(config, "grad_sync_func", None) is not None
-    ):
+    asked = [getattr(config, name, None) for name in ("no_sync_func", "grad_sync_func")]
+    if _overlaps[layer] or asked != [None, None]:
         return "the reduction of gradients starts before the bubble (--overlap-grad-reduce)"
     if getattr(config, "finalize_model_grads_func", None) is None:
         return "the schedules make it before finalize_model_grads_func alone, and there is none"
@@ -101,12 +104,24 @@ def patch(module: ModuleType) -> None:
 
 def _clear(stock: Any) -> Any:
     @wraps(stock)
-    def clear(*args: Any, **kwargs: Any) -> Any:
-        embedding_module = stock(*args, **kwargs)
+    def clear(config: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        embedding_module = stock(config, model, *args, **kwargs)
         _waiting(embedding_module).clear()  # of a step that ended in an exception
+        layer = getattr(embedding_module, "output_layer", None)
+        if layer is not None:
+            _overlaps[layer] = _reduces_early(model[-1] if isinstance(model, list) else model)
         return embedding_module
 
     return clear
+
+
+def _reduces_early(model: Any) -> bool:
+    """Whether a data-parallel wrapper of the model starts reductions in the backward."""
+    while model is not None:
+        if getattr(getattr(model, "ddp_config", None), "overlap_grad_reduce", False):
+            return True
+        model = getattr(model, "module", None)
+    return False
 
 
 def _finish(stock: Any) -> Any:

@@ -383,7 +383,8 @@ def _stand_in_for_local_layers(module: Any) -> None:
     @functools.wraps(make)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
-        if self.embedding_activation_buffer is None:
+        deferred = getattr(self.config, "defer_embedding_wgrad_compute", False)
+        if deferred and self.embedding_activation_buffer is None:
             self.config = copy.copy(self.config)
             self.config.defer_embedding_wgrad_compute = False
 

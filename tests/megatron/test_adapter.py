@@ -346,8 +346,13 @@ def test_samples_are_computed_alone(gathered):
     assert torch.equal(seen[0][1], seen[0][0] > 0)
     gathered.log_probs_of(lambda rows: [(rows, torch.arange(8))])
     assert seen[1][1] is None
-    with pytest.raises(RuntimeError):
-        gathered.log_probs_of(lambda rows: [(rows[0, :2], tokens)])
+    with pytest.raises(ValueError, match=r"\[2, 1\] rows and \[1, 2\] labels"):
+        gathered.log_probs_of(lambda rows: [(rows[0, :2], tokens[:1]), (rows[1, :1], tokens[1:])])
+    # A row of two samples with a label of each.
+    both, _ = gathered.log_probs_of(lambda rows: [(rows[0, :2], tokens[:2]), (rows[0, 1:3], tokens[1:])])
+    assert both[0].tolist() == [7, 8] and both[1].tolist() == [8, 9]
+    both, _ = gathered.log_probs_of(lambda rows: [(rows[0, :2], tokens[:2]), (rows[0, :1], tokens[2:])])
+    assert both[0].isnan().tolist() != both[1].isnan().tolist() and not both[0][1].isnan()
 
 
 def test_zero_times_the_sum_needs_no_logits(gathered):
