@@ -181,9 +181,11 @@ def _short(result: Result) -> Iterator[Said]:
     yield _setting(result)
     if result.judged.vouched:
         yield say("vouched", names=", ".join(result.judged.vouched))
-    if uncounted := result.judged.uncounted:
+    uncounted = result.judged.uncounted
+    # A name that is misspelt is not to be vouched for.
+    if vouchable := [name for name, clause in uncounted.items() if "did you mean" not in clause]:
         names = [name if clause == name + UNKNOWN else clause for name, clause in uncounted.items()]
-        yield say("vouch", name=next(iter(uncounted)).lstrip("-"), clauses="; ".join(names))
+        yield say("vouch", name=vouchable[0].lstrip("-"), clauses="; ".join(names))
     for name, clause in result.judged.bounded.items():
         yield say("bounded", name=name, clause=clause)
     if result.measured and not result.doubts:
