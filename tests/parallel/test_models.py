@@ -279,6 +279,27 @@ def test_what_megatrons_deferral_loses(rank: Rank, name):
         torch.testing.assert_close(kept[key], given, atol=1e-5, rtol=1e-4)
 
 
+@on_ranks(of_core(4, megatron.NEWEST, needs_nccl=megatron.DDP))
+def test_an_overlap_of_which_the_config_does_not_tell(rank: Rank):
+    """In a loop of one's own, which sets no ``no_sync_func``: DDP itself is asked."""
+    model, stock = Model(fused_wgrad=True, overlap=True), megatron.in_ddp
+
+    def without_no_sync(*args: Any) -> Any:
+        stages = stock(*args)
+        stages[0].config.no_sync_func = None
+        return stages
+
+    have_groups(1, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(megatron, "in_ddp", without_no_sync)
+        right = train(model, rank, 1, 2)
+        with flag(), waiting() as most:
+            kept = train(replace(model, extra=DEFERRED), rank, 1, 2)
+    assert not most
+    for key, given in right.items():
+        torch.testing.assert_close(kept[key], given, atol=1e-5, rtol=1e-4)
+
+
 @on_ranks(*MODELS)
 def test_checkpoint_moves_between_flag_off_and_on(rank: Rank):
     """A state dict saved with the flag on loads strictly with it off, and the other way round."""
