@@ -20,11 +20,8 @@ from megatron_fused_ce.call import Call, check_arguments
 from megatron_fused_ce.chunking import Cut
 from megatron_fused_ce.op import linear_cross_entropy, uncompiled
 from megatron_fused_ce.parallel import VocabParallel
-from megatron_fused_ce.shards import Shards
+from megatron_fused_ce.shards import Shards, cut_of
 from megatron_fused_ce.targets import in_token_order
-
-#: Bytes of a chunk's logits, where ``config`` names no chunks and no budget.
-CHUNK_BYTES = 1 << 30
 
 
 class _Evaluation(NamedTuple):
@@ -49,12 +46,10 @@ class _Evaluation(NamedTuple):
         of_label = log_p.gather(1, labels.where(known, 0).unsqueeze(-1)).squeeze(-1)
         return of_label.where(known, log_p.amax(-1))
 
-    def chunk_tokens(self, weight: Tensor) -> int:
-        config = self.call.config
-        budget = CHUNK_BYTES if config.memory_mb is None else config.memory_mb << 20
+    def cut(self, num_tokens: int, weight: Tensor) -> Cut:
         # Logits of the shard, of all shards, in fp32, and their logarithms.
-        of_token = self.comm.size * len(weight) * (2 * weight.element_size() + 8)
-        return config.chunk_tokens or max(1, budget // of_token)
+        token_bytes = self.comm.size * len(weight) * (2 * weight.element_size() + 8)
+        return cut_of(self.call.config, num_tokens, self.comm.num_parts, token_bytes)
 
 
 class _LogProbs(torch.autograd.Function):
@@ -63,14 +58,11 @@ class _LogProbs(torch.autograd.Function):
         ctx.of = of
         ctx.save_for_backward(hidden, weight, labels)
         comm, flat = of.comm, hidden.reshape(-1, hidden.shape[-1])
-        num_parts, config = comm.num_parts, of.call.config
+        num_parts = comm.num_parts
         ids = in_token_order(labels, labels, num_parts).to(torch.int64)
-        cut = Cut.of_length(len(flat), max(1, of.chunk_tokens(weight) // num_parts))
-        if config.num_chunks is not None:
-            cut = Cut.into(len(flat), config.num_chunks)
         made = flat.new_empty(ids.shape, dtype=torch.float32 if of.in_fp32 else flat.dtype)
         with autocast.off(hidden.device):
-            for chunk in cut.chunks:
+            for chunk in of.cut(len(flat), weight).chunks:
                 x = flat[chunk.start : chunk.stop]
                 if num_parts > 1:
                     x, gathering = comm.gathered(x)

@@ -6,6 +6,8 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from megatron_fused_ce.call import Call, compared
+from megatron_fused_ce.chunking import Cut
+from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.parallel import VocabParallel, check_true_vocab_size
 
 
@@ -41,3 +43,23 @@ class Shards(NamedTuple):
             raise ValueError(f"the vocabulary shards leave gaps: [start, stop) is {ranges}; expected none")
         end = ranges[-1][1] if call.config.true_vocab_size is None else call.config.true_vocab_size
         return Shards(starts, sizes, ranges[0][0], end)
+
+
+#: Bytes of a chunk's logits, where ``config`` names no chunks and no budget.
+CHUNK_BYTES = 1 << 30
+
+
+def cut_of(
+    config: FusedCEConfig, num_tokens: int, num_parts: int, token_bytes: int, multiple: int = 1
+) -> Cut:
+    """Chunks of whole rows of logits, for ``num_tokens`` of each of ``num_parts``: the same on every rank.
+
+    Args:
+        token_bytes: of one token in a chunk.
+        multiple: of so many tokens are chunks that are cut by a budget and longer.
+    """
+    if config.num_chunks is not None:
+        return Cut.into(num_tokens, config.num_chunks)
+    tokens = (CHUNK_BYTES if config.memory_mb is None else config.memory_mb << 20) // token_bytes
+    tokens = config.chunk_tokens or max(tokens - tokens % multiple, min(tokens, multiple), 1)
+    return Cut.of_length(num_tokens, max(1, tokens // num_parts))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_fused_ce import autocast, masked_tokens
 from megatron_fused_ce.call import DEFAULT_CONFIG, Call, check_arguments
-from megatron_fused_ce.chunking import Chunk, Cut
+from megatron_fused_ce.chunking import Chunk
 from megatron_fused_ce.config import FusedCEConfig, takes_config
 from megatron_fused_ce.kernels.records import NOTHING
 from megatron_fused_ce.logits import rows_torch, topk_torch
@@ -19,12 +19,10 @@ from megatron_fused_ce.logits.gemm_rows import gemm_then_rows, write_logits
 from megatron_fused_ce.masked_tokens import Kept
 from megatron_fused_ce.op import uncompiled
 from megatron_fused_ce.parallel import DONE, VocabParallel, Work, check_group
-from megatron_fused_ce.shards import Shards
+from megatron_fused_ce.shards import Shards, cut_of
 from megatron_fused_ce.targets import in_token_order, inv_temperature_of
 from megatron_fused_ce.words import sequence_first, temperature_of, why_no_layout, why_no_mask, widened
 
-#: Bytes of a chunk's logits, where ``config`` names no number or length of chunks and no budget.
-CHUNK_BYTES = 1 << 30
 #: In the place of an id: a token outside ``active_mask``, or one whose log-probabilities are NaN.
 NO_ID = -1
 
@@ -221,13 +219,7 @@ class _Head:
 
     def chunks(self, num_tokens: int) -> tuple[Chunk, ...]:
         """Of ``num_tokens`` of each part; the same on every rank."""
-        config, parts = self._config, self._comm.num_parts
-        if config.num_chunks is not None:
-            return Cut.into(num_tokens, config.num_chunks).chunks
-        budget = CHUNK_BYTES if config.memory_mb is None else config.memory_mb << 20
-        tokens = budget // self._row_bytes
-        tokens = config.chunk_tokens or max(tokens - tokens % 128, min(tokens, 128), 1)
-        return Cut.of_length(num_tokens, max(1, tokens // parts)).chunks
+        return cut_of(self._config, num_tokens, self._comm.num_parts, self._row_bytes, 128).chunks
 
     def likeliest(self, hidden: Tensor, inv_temperature: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probabilities and ids ``[C, k]`` of a chunk. Collectives: one all-gather (R > 1)."""

@@ -32,15 +32,15 @@ def is_on(config: Any) -> bool:
     return bool(getattr(config, "defer_embedding_wgrad_compute", False))
 
 
-def reason_at_build(config: Any) -> str | None:
-    """Why a model with deferral stays on Megatron's path, or None."""
+def reason_at_build(config: Any) -> str:
+    """Why a model with deferral stays on Megatron's path, or empty."""
     if not is_on(config):
-        return None
+        return ""
     from megatron.core.pipeline_parallel import schedules
 
     missing = [name for name in (CLEAR, FINISH) if not hasattr(schedules, name)]
     return (
-        f"--defer-embedding-wgrad-compute: the schedules have no {' and '.join(missing)}" if missing else None
+        f"--defer-embedding-wgrad-compute: the schedules have no {' and '.join(missing)}" if missing else ""
     )
 
 

@@ -201,6 +201,7 @@ def _passes_on(layer: Any) -> bool:
 def _always(layer: Any, config: Any) -> tuple[tuple[bool, str], ...]:
     """What no head of this package serves, whatever it is asked for."""
     output_dtype = getattr(layer, "output_dtype", None)
+    deferred = deferred_wgrad.reason_at_build(config)
     return (
         *_of_layer(layer),
         (
@@ -208,7 +209,7 @@ def _always(layer: Any, config: Any) -> tuple[tuple[bool, str], ...]:
             f"--output-logit-dtype asks for {output_dtype} logits",
         ),
         (getattr(layer, "gtp_remat_size", 1) > 1, "its weight is sharded by gtp_remat"),
-        *(((True, deferred),) if (deferred := deferred_wgrad.reason_at_build(config)) else ()),
+        (bool(deferred), deferred),
     )
 
 

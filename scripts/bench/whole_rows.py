@@ -33,7 +33,8 @@ from megatron_fused_ce.logits.gemm_rows import write_logits
 from megatron_fused_ce.rl import batch_invariant_log_probs
 from megatron_fused_ce.scripts.bench.problem import MIB, World
 from megatron_fused_ce.scripts.lib import gloo, results, tables
-from megatron_fused_ce.topk import CHUNK_BYTES, fused_linear_topk
+from megatron_fused_ce.shards import CHUNK_BYTES
+from megatron_fused_ce.topk import fused_linear_topk
 
 MODE = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
 #: Tokens that are compared with fp64.
