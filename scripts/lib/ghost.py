@@ -16,6 +16,7 @@ for each other.
 # mypy: disable-error-code="override,assignment,call-arg"
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Sequence
 from functools import lru_cache
@@ -31,28 +32,36 @@ LATENCY, STEP, RATE = 30e-6, 3.4e-6, 280e9
 BYTES_A_BLOCK = 128 * 1024
 
 SOURCE = r"""
-template <typename T> __device__ void copy(const char* from, char* to, int bytes, int copies) {
-  long long units = bytes / (int)sizeof(T), all = units * copies;
-  for (long long i = blockIdx.x * 512LL + threadIdx.x; i < all; i += gridDim.x * 512LL)
-    ((T*)to)[i] = ((const T*)from)[i % units];
+struct Copy { const char* from; char* to; long long bytes; long long copies; };
+struct Ghost { Copy of[2]; long long ns; };
+// A unit is read once and written to every copy; four are in flight, or HBM's latency would set the pace.
+template <typename T> __device__ void copy(const Copy& c) {
+  const T* from = (const T*)c.from;
+  T* to = (T*)c.to;
+  long long units = c.bytes / sizeof(T), step = gridDim.x * 512LL;
+  for (long long i = blockIdx.x * 512LL + threadIdx.x; i < units; i += 4 * step) {
+    T of[4];
+    for (int k = 0; k < 4; k++) if (i + k * step < units) of[k] = from[i + k * step];
+    for (long long copy = 0; copy < c.copies; copy++)
+      for (int k = 0; k < 4; k++) if (i + k * step < units) to[copy * units + i + k * step] = of[k];
+  }
 }
 __device__ long long now() { long long t; asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t)); return t; }
-extern "C" __global__ __launch_bounds__(512) void nccl_ghost(
-    const char* from, char* to, int bytes, int copies,
-    const char* from2, char* to2, int bytes2, int copies2, int ns) {
+extern "C" __global__ __launch_bounds__(512) void nccl_ghost(Ghost ghost) {
   __shared__ volatile char held[48 * 1024];
   long long start = now();
-  if (ns < 0) held[threadIdx.x] = 1;
-  bytes % 16 ? copy<int>(from, to, bytes, copies) : copy<int4>(from, to, bytes, copies);
-  bytes2 % 16 ? copy<int>(from2, to2, bytes2, copies2) : copy<int4>(from2, to2, bytes2, copies2);
-  while (now() - start < ns) {}
+  if (ghost.ns < 0) held[threadIdx.x] = 1;
+  for (int k = 0; k < 2; k++) ghost.of[k].bytes % 16 ? copy<int>(ghost.of[k]) : copy<int4>(ghost.of[k]);
+  while (now() - start < ghost.ns) {}
 }
 """
 
 
 @lru_cache(maxsize=1)
-def _kernel() -> Any:
-    return torch.cuda._compile_kernel(SOURCE, "nccl_ghost")
+def _kernel() -> tuple[Any, Any]:
+    """cuLaunchKernel and the function: torch's own call takes longer on the host than NCCL does."""
+    library = torch.cuda._utils._get_gpu_runtime_library()
+    return library.cuLaunchKernel, torch.cuda._compile_kernel(SOURCE, "nccl_ghost").func
 
 
 class Ended(dist.Work):
@@ -80,7 +89,7 @@ class Ghosts(dist.ProcessGroup):
         super().__init__(rank, size)
         self._most = int(os.environ.get("GHOST_SMS", "16"))
         self._own: Any = None
-        self._together: list[tuple[Tensor, Tensor, int, int]] | None = None
+        self._together: list[tuple[int, ...]] | None = None
 
     def getBackendName(self) -> str:
         return "ghost"
@@ -90,15 +99,14 @@ class Ghosts(dist.ProcessGroup):
 
     def _run(self, source: Tensor, out: Tensor, copies: int, rounds: int, options: Any) -> Ended:
         """Copy ``source`` into ``out`` ``copies`` times; ``rounds`` passes over the ring."""
-        part = source.reshape(-1).view(torch.uint8)
-        if copies:
-            part = part[: out.numel() * out.element_size() // copies]
+        sizes = source.numel() * source.element_size(), out.numel() * out.element_size()
         if not out.is_cuda:
-            if copies and part.data_ptr() != out.data_ptr():
-                out.view(-1).view(torch.uint8).view(copies, -1).copy_(part)
+            if copies and source.data_ptr() != out.data_ptr():
+                parts = out.view(-1).view(torch.uint8).view(copies, -1)
+                parts.copy_(source.reshape(-1).view(torch.uint8)[: parts.shape[1]])
             return Ended()
-        whole = max(source.numel() * source.element_size(), out.numel() * out.element_size())
-        one = (part, out, copies, rounds * whole)
+        part = sizes[1] // copies if copies else 0
+        one = (source.data_ptr(), out.data_ptr(), part, copies, rounds * max(sizes))
         if self._together is not None:
             self._together.append(one)
             return Ended()
@@ -114,16 +122,18 @@ class Ghosts(dist.ProcessGroup):
             self._launch([one])
             return Ended(self._own.record_event())
 
-    def _launch(self, all_of_it: Sequence[tuple[Tensor, Tensor, int, int]]) -> None:
-        moved = sum(size for *_, size in all_of_it)
+    def _launch(self, ghosts: Sequence[tuple[int, ...]]) -> None:
+        moved = sum(each[-1] for each in ghosts)
         steps = self.size() - 1
         time = LATENCY + steps * STEP + moved * steps / self.size() / RATE
-        words: list[Any] = []
-        for part, out, copies, _ in all_of_it:
-            words += [part, out, part.numel(), copies]
-        words += [*words[:3], 0] if len(all_of_it) == 1 else []
+        copies = [word for each in ghosts for word in each[:-1]] + [0] * 4 * (2 - len(ghosts))
+        words = (ctypes.c_longlong * 9)(*copies, round(1e9 * time))
         blocks = max(1, min(self._most, moved // BYTES_A_BLOCK))
-        _kernel()((blocks, 1, 1), (512, 1, 1), [*words, round(1e9 * time)])
+        launch, function = _kernel()
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(words))
+        if failed := launch(function, blocks, 1, 1, 512, 1, 1, 0, stream, pointers, None):
+            raise RuntimeError(f"cuLaunchKernel: {failed}")
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._together = []
