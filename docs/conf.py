@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,12 +37,26 @@ highlight_language = "none"
 
 #: A line of index.md that stands for README.md.
 README_HERE = "<!-- README.md -->"
+#: A line of benchmarks/results/README.md that stands for the table of its files.
+RESULTS_HERE = "<!-- results -->"
 #: Suffix of a file -> how it is highlighted; files of results are too long for that.
 LANGUAGES = {".py": "python", ".sh": "bash"}
 
 
+def table_of_results(folder: Path) -> str:
+    """One row for each result file that has a page, the newest first."""
+    rows = ["| file | device | torch | commit |", "|---|---|---|---|"]
+    for page in sorted(folder.glob("2*.md"), reverse=True):
+        made_by = json.loads(page.with_suffix(".json").read_text())["made_by"]
+        facts = " | ".join(str(made_by.get(key) or "–") for key in ("device", "torch", "commit"))
+        rows.append(f"| [{page.stem}]({page.name}) | {facts} |")
+    return "\n".join(rows)
+
+
 def edit_source(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Put README.md into the index; title a page of results by its file; mark links out of docs as paths.
+    """Put README.md into the index, and a table of the results into their page, which alone leads to them.
+
+    Title a page of results by its file; mark links out of docs as paths.
 
     README.md's links start from the repository's root, the index's from docs. Scripts write the pages of
     results, some without a heading, some with the same. MyST takes every link to Markdown for one to a page.
@@ -53,9 +68,11 @@ def edit_source(app: Sphinx, docname: str, source: list[str]) -> None:
         app.env.note_dependency(str(readme))
         text = re.sub(r"\]\((?!#|\w+:|docs/)", "](path:../", readme.read_text()).replace("](docs/", "](")
         source[0] = source[0].replace(README_HERE, text)
+    if RESULTS_HERE in source[0]:
+        source[0] = source[0].replace(RESULTS_HERE, table_of_results(Path(app.srcdir, docname).parent))
     if docname.startswith("benchmarks/results/2"):
         name = docname.rsplit("/", 1)[1]
-        source[0] = f"# {name}\n\n" + re.sub(r"\A# ", "## ", source[0])
+        source[0] = f"---\norphan: true\n---\n\n# {name}\n\n" + re.sub(r"\A# ", "## ", source[0])
 
 
 def page_of(app: Sphinx, file: str) -> str:
