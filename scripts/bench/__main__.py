@@ -32,8 +32,9 @@ is checked.
 --preset small gives the step's and the host's time over those of Megatron's layer with Transformer Engine's
 loss; options the time of each option of the loss over the plain loss; profile where a step's time goes and
 what of the collectives is exposed (scripts/bench/profile.py); trained, with --operands, a head that learned
-real text (scripts/bench/trained.py) and random operands of its standard deviation; rl log-probabilities and entropy beside verl's
-kernel, and over the ids that sampling kept; distill divergences from a teacher beside TRL, ModelOpt, Liger.
+real text (scripts/bench/trained.py) and random operands of its standard deviation; rl log-probabilities and
+entropy beside verl's kernel, and over the ids that sampling kept; distill divergences from a teacher beside
+TRL, ModelOpt, Liger.
 
 Every row of a loss ends in the same place: an fp32 main_grad; those of rl and distill in a gradient of the
 weight's dtype. Out of memory, and a peer that fails, are rows; one that breaks the device ends the run, with

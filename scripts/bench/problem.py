@@ -204,8 +204,11 @@ class Problem:
 
         Raises UsageError where the file has others than the cell's.
         """
-        given: dict[str, Any] = torch.load(file, map_location=self.world.device, weights_only=True)
-        self.labels, self.about = given["labels"][: self.num_tokens].clone(), given["about"]
+        try:
+            given: dict[str, Any] = torch.load(file, map_location=self.world.device, weights_only=True)
+            self.labels, self.about = given["labels"][: self.num_tokens].clone(), given["about"]
+        except Exception as error:
+            raise UsageError(f"{file} is none of scripts.bench.trained: {type(error).__name__}") from None
         for name in ("hidden", "weight"):
             own, theirs = getattr(self, f"all_{name}"), given[name]
             if (

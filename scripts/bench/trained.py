@@ -33,7 +33,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy
-from megatron_fused_ce.command_line import Parser, UsageError, command, number, require_gpus, seconds, whole
+from megatron_fused_ce.command_line import (
+    Parser,
+    UsageError,
+    command,
+    number,
+    require_gpus,
+    seconds,
+    whole,
+    writable_file,
+)
 
 SUFFIXES = (".py", ".pyi", ".md", ".rst", ".txt", ".h", ".hpp", ".cuh")
 PLACES = ["/usr/lib", "/usr/include", "/usr/share/doc", "/usr/local/cuda/include"]
@@ -197,6 +206,7 @@ def main(words: list[str]) -> int:
         add(f"--{name}", type=whole(most=10**8), default=default, help="[%(default)s]")
     given = parser.parse_args(words)
     given.until = time.monotonic() + given.seconds
+    writable_file(given.file)
     if on_gpu := given.device == "cuda":
         require_gpus(1, "--device cpu tries it without, slowly")
         import_module("torch._dynamo").config.suppress_errors = True  # then it runs uncompiled

@@ -186,6 +186,7 @@ def test_operands_of_a_trained_head(tmp_path):
     )
     assert benchmark.main([*words, "--shapes=16x300", "--tokens=64"]) == 2  # not the file's
     assert benchmark.main([*words, "--shapes=32x300", "--tokens=65"]) == 2
+    assert benchmark.main([*BRIEF, *TINY, f"--operands={__file__}"]) == 2
     assert benchmark.main([*BRIEF, "--preset=trained"]) == benchmark.main([*BRIEF, "--operands=none.pt"]) == 2
     assert trained.main([str(file), *small, "--text", str(tmp_path)]) == 2
 
