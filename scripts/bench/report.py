@@ -33,10 +33,11 @@ EXPLANATION = (
     "Milliseconds of device time, launch gaps included: medians over interleaved blocks; spread is (slowest "
     "- fastest block) / median. A ratio is the median of the blocks' own ratios to the base that is named: "
     "*roof* is the three matrix products alone, by cuBLAS, on the true gradient of the logits of the same "
-    "operands, in their dtype, *roof-4* with the logits computed twice. Peak: MiB above inputs, `grad_hidden` and the wgrad "
-    "accumulator, cuBLAS's workspace counted. Error: the larger of both gradients' (of the outputs' where "
-    "there are none), norm-relative to fp64. 95 %: order statistics of the blocks' ratios that hold their "
-    "median. MHz of the SMs, W (the driver's mean over a second) and °C: NVML, medians in the row's turns."
+    "operands in their dtype, *roof-4* with the logits computed twice. Peak: MiB above inputs, `grad_hidden` "
+    "and the wgrad accumulator, cuBLAS's workspace counted. Error: the larger of both gradients' (of the "
+    "outputs' where there are none), norm-relative to fp64. 95 %: order statistics of the blocks' ratios "
+    "that hold their median. MHz of the SMs, W (the driver's mean over a second) and °C: NVML, medians in the "
+    "row's turns."
 )
 PARALLEL_EXPLANATION = (
     "Times are the slowest rank's, peaks and errors the largest of any rank. The roof is the shard's, on all "

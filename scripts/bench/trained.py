@@ -158,7 +158,7 @@ def head(of: dict[str, Tensor], ids: Tensor, labels: Tensor, layer: Callable[...
 def train(of: dict[str, Tensor], data: Tensor, given: argparse.Namespace, layer: Any) -> dict[str, float]:
     """Until ``given.until`` or for ``given.steps``, what ends first."""
     optimizer = torch.optim.AdamW(of.values(), betas=(0.9, 0.95), weight_decay=0.1, fused=data.is_cuda)
-    step, begun = 0, math.inf
+    step, begun = 0, time.monotonic()
     for which in batches((len(data) - 1) // given.length, given.batch):
         now = time.monotonic()
         begun = now if step == UNCOUNTED else begun
@@ -222,14 +222,10 @@ def main(words: list[str]) -> int:
     wanted, spare = given.tokens // given.length, (len(rest) - 1) // given.length
     if spare < wanted or len(data) <= given.batch * given.length:
         raise UsageError("too little text for --tokens, --length and --batch: more --megabytes or --text")
-    about: dict[str, float] = {
-        "files": len(found),
-        "text_tokens": len(data),
-        "ids_in_text": len(data.unique()),
-    }
+    about: dict[str, float] = {"files": len(found), "layers": given.layers, "text_tokens": len(data)}
     torch.manual_seed(0)
     of, run = parameters_of(given), torch.compile(layer, dynamic=False) if on_gpu else layer
-    about |= {"layers": given.layers, **train(of, data, given, run)}
+    about |= {"ids_in_text": len(data.unique()), **train(of, data, given, run)}
     picked = torch.linspace(0, spare - 1, wanted).long()
     with torch.no_grad():
         *made, losses = head(of, *windows(rest, picked, given.length), layer)
