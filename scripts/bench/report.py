@@ -36,7 +36,7 @@ EXPLANATION = (
     "operands in their dtype, *roof-4* with the logits computed twice. Peak: MiB above inputs, `grad_hidden` "
     "and the wgrad accumulator, cuBLAS's workspace counted. Error: the larger of both gradients' (of the "
     "outputs' where there are none), norm-relative to fp64. 95 %: order statistics of the blocks' ratios "
-    "that hold their median. MHz of the SMs, W (the driver's mean over a second) and °C: NVML, medians in the "
+    "that hold their median. MHz of the SMs, W (the driver's mean over a second), °C: NVML, medians in the "
     "row's turns."
 )
 PARALLEL_EXPLANATION = (

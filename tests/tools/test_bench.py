@@ -150,7 +150,7 @@ def test_options_are_checked_and_over_the_plain_loss(tmp_path):
     assert code == 0 and list(rows) == ["plain, store", "z-loss, store", "softcap, rows, store"]
 
 
-def test_operands_of_a_trained_head(tmp_path):
+def test_operands_of_a_trained_head(tmp_path, monkeypatch):
     """A model's, trained here, and random ones of its standard deviation, in tables of their own."""
     file, path = tmp_path / "operands.pt", tmp_path / "out.json"
     small = ["--device=cpu", "--tokens=64", "--hidden=32", "--vocab=300", "--layers=2", "--length=16"]
@@ -162,28 +162,32 @@ def test_operands_of_a_trained_head(tmp_path):
     loss_there = torch.nn.functional.cross_entropy(logits, labels).item()
     assert (hidden.dtype, len(hidden), weight.shape) == (torch.bfloat16, 64, (300, 32))
     assert loss_there == pytest.approx(about["held_out_loss"], rel=0.01) and loss_there < 5.5  # of 5.7
+    right, given = loss.linear_cross_entropy, set[tuple[str, bool]]()
+
+    def told(call):
+        given.add((call.config.strategy, call.token_weights is None))
+        return right(call)
+
+    monkeypatch.setattr(loss, "linear_cross_entropy", told)
     words = [*BRIEF[:1], *BRIEF[3:], "--preset=trained", "--blocks=6", f"--out={path}", f"--operands={file}"]
     assert benchmark.main([*words, "--shapes=32x300", "--tokens=64", "--peers", "cce-exact"]) == 0
     rows = {(row["operands"], row["variant"]): row for row in results.rows(path)}
-    names = [
-        "roof",
-        "roof-4",
-        "auto",
-        "auto/unweighted",
-        "store",
-        "grad_in_forward",
-        "recompute",
-        "cce-exact",
-    ]
+    ours = ["auto", "auto/unweighted", "store", "grad_in_forward", "recompute"]
+    names = ["roof", "roof-4", *ours, "cce-exact"]
     assert list(rows) == [(of, name) for of in ("trained", "random, as wide") for name in names]
     for (_, name), row in rows.items():
         low, high = row["ratio_interval"] or (row["ratio"], row["ratio"])
         assert row["operands_made"] == about and (row["ratio"] is None or low <= row["ratio"] <= high)
         assert (name == "recompute") == (row.get("over_roof") is not None)
+    assert given == {
+        ("auto", True),
+        ("auto", False),
+        ("store", True),
+        ("grad_in_forward", False),
+        ("recompute", True),
+    }
     page = path.with_suffix(".md").read_text()
-    assert (
-        "float32, trained operands" in page and "random, as wide operands" in page and "held_out_loss" in page
-    )
+    assert "float32, trained operands" in page and "as wide operands" in page and "held_out_loss" in page
     assert benchmark.main([*words, "--shapes=16x300", "--tokens=64"]) == 2  # not the file's
     assert benchmark.main([*words, "--shapes=32x300", "--tokens=65"]) == 2
     assert benchmark.main([*BRIEF, *TINY, f"--operands={__file__}"]) == 2
