@@ -4,6 +4,7 @@
     python -m scripts.bench --preset reach --peers --name reach --results-dir docs/benchmarks/results
     python -m scripts.bench --shapes 4096x128256 --strategies store grad_in_forward:8192
     torchrun --nproc-per-node 4 -m scripts.bench --preset tp --peers --name tp4
+    python -m scripts.bench --preset trained --operands FILE --peers
     python -m scripts.bench --preset options --shapes gemma-2-2b --options softcap entropy
     python -m scripts.bench --render RESULT.json
 
@@ -22,15 +23,18 @@ is checked.
     roof-4    the same with the logits computed twice: the floor of recompute
     store, grad_in_forward, recompute, auto
               this package; NAME[:C][/PASS][/MERGE] sets the tokens of a chunk, the logits backend
-              (scaled_exp, gemm_rows) and how statistics are merged over the ranks (packed, all_reduce)
+              (scaled_exp, gemm_rows) and how statistics are merged over the ranks (packed, all_reduce);
+              NAME/unweighted: the op is not given the token weights, as where a user names none
     megatron-*
               Megatron's output layer with its cross entropies and Transformer Engine's
     the rest  scripts/bench/peers.py, with --peers: over several ranks those that know vocabulary shards
 
 --preset small gives the step's and the host's time over those of Megatron's layer with Transformer Engine's
 loss; options the time of each option of the loss over the plain loss; profile where a step's time goes and
-what of the collectives is exposed (scripts/bench/profile.py); rl log-probabilities and entropy beside verl's
-kernel, and over the ids that sampling kept; distill divergences from a teacher beside TRL, ModelOpt, Liger.
+what of the collectives is exposed (scripts/bench/profile.py); trained, with --operands, a head that learned
+real text (scripts/bench/trained.py) and random operands of its standard deviation; rl log-probabilities and
+entropy beside verl's kernel, and over the ids that sampling kept; distill divergences from a teacher beside
+TRL, ModelOpt, Liger.
 
 Every row of a loss ends in the same place: an fp32 main_grad; those of rl and distill in a gradient of the
 weight's dtype. Out of memory, and a peer that fails, are rows; one that breaks the device ends the run, with

@@ -59,6 +59,8 @@ class Cell:
     hidden_size: int
     vocab: int  # over all ranks
     sequence_parallel: bool = False
+    operands: Path | None = None  # scripts.bench.trained's file; None: random ones
+    alike: bool = False  # only their standard deviations and labels from there
 
     @staticmethod
     def of(shape: str, num_tokens: int) -> Cell:
@@ -67,15 +69,26 @@ class Cell:
 
     def __str__(self) -> str:
         sizes = f"{self.shape} T={self.num_tokens} H={self.hidden_size} V={self.vocab}"
-        return sizes + (" SP" if self.sequence_parallel else "")
+        return (
+            sizes + (" SP" if self.sequence_parallel else "") + (f", {self.origin}" if self.operands else "")
+        )
+
+    @property
+    def origin(self) -> str | None:
+        """Which operands these are, of those that a file says more about."""
+        return None if self.operands is None else "random, as wide" if self.alike else "trained"
 
 
 # --- strategies ------------------------------------------------------------------------------
 
 
+#: The op is given no token weights, which `auto` and `grad_in_forward` otherwise are.
+UNWEIGHTED = "/unweighted"
+
+
 def parse_strategy(text: str) -> dict[str, Any]:
     """What ``NAME[:C][/PASS][/MERGE]`` asks for, as fields of `FusedCEConfig`. Raises UsageError."""
-    rest, *ways = text.split("/")
+    rest, *ways = text.removesuffix(UNWEIGHTED).split("/")
     name, colon, tokens = rest.partition(":")
     asked: dict[str, Any] = {"strategy": name}
     if colon:
@@ -128,6 +141,13 @@ PRESETS: dict[str, dict[str, Any]] = {
         "cells": [("llama-3-8b", 8192), ("llama-3-8b", 32768), ("llama-3.2-1b", 8192)],
         "strategies": ["store", "grad_in_forward", "grad_in_forward:4096", "recompute", "store/gemm_rows"],
     },
+    # Operands of a model that learned real text, with --operands, and random ones of their deviation.
+    "trained": {
+        "cells": [("1024x131072", 16384)],
+        "strategies": ["auto", f"auto{UNWEIGHTED}", *STRATEGIES],
+        "blocks": 12,
+        "sample_ms": 60.0,
+    },
     # Over ranks, in little time: about a minute a cell on four H200s.
     "tp": {
         "cells": [*product(BOTH[:1], (8192, 32768)), ("llama-3-70b", 32768)],
@@ -156,8 +176,9 @@ def parse_arguments(text: str, words: Sequence[str]) -> argparse.Namespace:
         nargs="+",
         metavar="NAME[:C][/PASS][/MERGE]",
         help=f"of {', '.join(STRATEGY_CHOICES)}; C tokens a chunk, logits backend scaled_exp or gemm_rows, "
-        f"merge of statistics {' or '.join(MERGE_CHOICES)} (default: all but auto)",
+        f"merge of statistics {' or '.join(MERGE_CHOICES)}, {UNWEIGHTED} (default: all but auto)",
     )
+    add("--operands", type=Path, metavar="FILE", help="of scripts.bench.trained; then random ones beside")
     add("--memory-mb", type=size, help="budget of strategy auto")
     add("--dtype", choices=DTYPES, default="bfloat16")
     add("--no-megatron", dest="megatron", action="store_const", const=False)
@@ -202,6 +223,10 @@ def cells_of(given: argparse.Namespace, preset: Sequence[tuple[Any, ...]]) -> li
     Over several ranks each with sequence parallelism, without, or both.
     """
     size = ranks_of(given)
+    if given.preset == "trained" and given.operands is None:
+        raise ValueError("--preset trained needs --operands, a file of python -m scripts.bench.trained")
+    if given.operands is not None and not given.operands.is_file():
+        raise ValueError(f"--operands {given.operands} is no file")
     named, tokens = given.shapes or ["llama-3-8b"], given.tokens or [8192]
     cells = [Cell.of(a[0], a[1]) if len(a) == 2 else Cell.of(f"{a[1]}x{a[2] * size}", a[0]) for a in preset]
     cells = [cell for cell in cells if not given.shapes or cell.shape in named]
@@ -211,4 +236,6 @@ def cells_of(given: argparse.Namespace, preset: Sequence[tuple[Any, ...]]) -> li
         if cell.num_tokens % size or cell.vocab % size:
             raise ValueError(f"{cell} does not divide over {size} ranks")
     modes = SEQUENCE_PARALLEL[given.sequence_parallel] if size > 1 else (False,)
-    return [replace(cell, sequence_parallel=mode) for cell in cells for mode in modes]
+    cells = [replace(cell, sequence_parallel=mode) for cell in cells for mode in modes]
+    alike = (False, True) if given.operands else (False,)
+    return [replace(cell, operands=given.operands, alike=kind) for cell in cells for kind in alike]

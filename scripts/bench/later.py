@@ -22,7 +22,7 @@ from megatron_fused_ce.call import Call
 from megatron_fused_ce.command_line import Parser, command, require_gpus, whole, writable_file
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.scripts.bench.commits import shape_of
-from megatron_fused_ce.scripts.lib import results, tables
+from megatron_fused_ce.scripts.lib import gpu, results, tables
 from megatron_fused_ce.wgrad import GradWeight, InPlaceGradWeight, Later, accumulate_
 
 #: Way -> the memory budget in MiB: what is kept by it; None: nothing waits.
@@ -68,6 +68,8 @@ class Step:
         if later is not None:
             later.drain()
         events[2].record()
+        events[1].synchronize()
+        gpu.look()
         torch.cuda.synchronize()
         return events[0].elapsed_time(events[1]), events[1].elapsed_time(events[2]), keeps
 

@@ -21,7 +21,7 @@ from megatron_fused_ce import FusedCEConfig, masked_tokens
 from megatron_fused_ce.call import Call
 from megatron_fused_ce.losses.outputs import differentiable_of
 from megatron_fused_ce.op import linear_cross_entropy
-from megatron_fused_ce.scripts.bench.cases import Cell, parse_strategy
+from megatron_fused_ce.scripts.bench.cases import UNWEIGHTED, Cell, parse_strategy
 from megatron_fused_ce.scripts.bench.op import MEGATRON, Case, Op, bare, why_not
 from megatron_fused_ce.scripts.bench.peers import dynamo_for_many_shapes, peers, te_cross_entropy
 from megatron_fused_ce.scripts.bench.problem import MIB, UPSTREAM_SCALAR, Outputs, Problem, World
@@ -66,19 +66,20 @@ def config_of(text: str, **options: Any) -> FusedCEConfig:
 def ours(world: World, text: str, memory_mb: int | None = None) -> Case:
     """This package with a strategy ``NAME[:C][/PASS][/MERGE]``, ``auto`` within ``memory_mb``."""
     budget = memory_mb if parse_strategy(text)["strategy"] == "auto" else None
-    return of_config(world, text, config_of(text, memory_mb=budget))
+    more = {"token_weights": None} if text.endswith(UNWEIGHTED) else {}
+    return of_config(world, text, config_of(text, memory_mb=budget), **more)
 
 
-def of_config(world: World, name: str, config: FusedCEConfig) -> Case:
-    """A training step of this package with these options."""
+def of_config(world: World, name: str, config: FusedCEConfig, **more: Any) -> Case:
+    """A training step of this package with these options; ``more`` is `Call`'s."""
     told: dict[str, Any] = {}
     four = config.strategy == "recompute"
     return Case(
         name,
-        run=partial(loss_of, world, config, told),
+        run=partial(loss_of, world, config, told, **more),
         base="roof-4" if four else "roof",
         products=4 if four else 3,
-        over={"over_te": STANDARD},
+        over={"over_te": STANDARD, "over_roof": "roof"} if four else {"over_te": STANDARD},
         is_exact=True,
         told=told,
     )

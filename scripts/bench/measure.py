@@ -27,6 +27,7 @@ from megatron_fused_ce import promise
 from megatron_fused_ce.scripts.bench.cases import Cell
 from megatron_fused_ce.scripts.bench.op import BASE, OURS, Case, Op, one_line, turn
 from megatron_fused_ce.scripts.bench.problem import MIB, Outputs, Problem, World
+from megatron_fused_ce.scripts.lib import gpu
 from megatron_fused_ce.scripts.lib.live_storages import LiveStorages
 from megatron_fused_ce.scripts.lib.reference import FLOOR, relative_error
 from megatron_fused_ce.scripts.lib.results import Row
@@ -34,9 +35,11 @@ from megatron_fused_ce.scripts.lib.results import Row
 #: Error of an exact case's outputs that is always allowed; else eager PyTorch's, and 1 % for its rounding.
 EXACT_FLOOR = {torch.bfloat16: 0.0, torch.float16: 0.0, torch.float32: 1e-6}
 EXACT_SLACK = 1.01
-#: A foreign implementation above this is not computing the same thing; below, its error is told.
-FOREIGN_ERROR = 0.1
-#: Steps below this have their host time measured on three steps of each turn, after one with cold caches.
+#: A foreign implementation above this is not computing the same thing; below, its error is told. Cut Cross
+#: Entropy's filter leaves out 0.11 of grad_hidden on trained operands.
+FOREIGN_ERROR = 0.3
+#: Steps below this have their host time measured on three steps of each turn, others on one; both after one
+#: with cold caches.
 SHORT_STEP_MS = 30.0
 MOST_STEPS = 200
 OUT_OF_MEMORY = "out of memory"
@@ -55,6 +58,7 @@ class Outcome:
     errors: dict[str, float] = field(default_factory=dict)  # norm-relative, of each output and gradient
     peak_mib: float | None = None
     samples: list[list[float]] = field(default_factory=list)  # of each block what `turn` gives
+    readings: list[gpu.Reading] = field(default_factory=list)  # of the GPU, in its turns
 
 
 def say(world: World, text: str) -> None:
@@ -265,10 +269,11 @@ def time_cases(outcomes: dict[str, Outcome], problem: Problem, given: argparse.N
             return turn(step, world, warm, steps)
 
     def take(name: str, warm: int, steps: int) -> list[float] | None:
-        outcome = outcomes[name]
+        outcome, seen = outcomes[name], len(gpu.readings)
         if outcome.reason is not None:
             return None
         sample = attempt(partial(turn_of, outcome.case, warm, steps), outcome, world)
+        outcome.readings += gpu.readings[seen:]
         problem.reset()
         return None if sample is None else world.slowest(sample)
 
@@ -277,7 +282,7 @@ def time_cases(outcomes: dict[str, Outcome], problem: Problem, given: argparse.N
         if (first := take(name, 1, 1)) is not None:
             step_ms = max(first[2], 1e-3)
             steps = max(1, min(MOST_STEPS, math.ceil(given.sample_ms / step_ms)))
-            turns[name] = partial(take, name, 4 if step_ms < SHORT_STEP_MS else 1, steps)
+            turns[name] = partial(take, name, 4 if step_ms < SHORT_STEP_MS else 2, steps)
     bases = [name for name in dict.fromkeys(outcomes[name].case.base for name in turns) if name in turns]
     for name, samples in interleave(turns, bases, given.blocks).items():
         outcomes[name].samples += samples
@@ -286,12 +291,26 @@ def time_cases(outcomes: dict[str, Outcome], problem: Problem, given: argparse.N
 # --- a cell ----------------------------------------------------------------------------------------
 
 
-def paired(own: Outcome | None, base: Outcome | None, column: int = 2) -> float | None:
-    """The median of the blocks' ratios of what `turn` gives in ``column``: the step's time."""
-    if own is None or base is None or own.reason or base.reason or not own.samples or not base.samples:
-        return None
-    pairs = zip(own.samples, base.samples, strict=False)
-    return round(statistics.median(a[column] / max(b[column], 1e-9) for a, b in pairs), 4)
+def paired(key: str, own: Outcome, base: Outcome | None, column: int = 2) -> Row:
+    """``key``: the median of the blocks' ratios of what `turn` gives in ``column``, the step's time; and its
+    `interval`."""
+    ratios: list[float] = []
+    if base is not None and not own.reason and not base.reason:
+        pairs = zip(own.samples, base.samples, strict=False)
+        ratios = [round(a[column] / max(b[column], 1e-9), 4) for a, b in pairs]
+    middle = round(statistics.median(ratios), 4) if ratios else None
+    return {key: middle, f"{key}_interval": interval(ratios)}
+
+
+def interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """The order statistics between which the median of what these are drawn from lies with 95 %; None of
+    fewer than six."""
+    count, outside, below = len(values), 0.5 ** len(values), 0
+    while outside <= 0.025 and below < count:
+        below += 1
+        outside += math.comb(count, below) * 0.5**count
+    ordered = sorted(values)
+    return (ordered[below - 1], ordered[-below]) if below else None
 
 
 def row_of(outcome: Outcome, outcomes: dict[str, Outcome], size: int) -> Row:
@@ -306,10 +325,13 @@ def row_of(outcome: Outcome, outcomes: dict[str, Outcome], size: int) -> Row:
         "loss_error": errors.get("loss"),
         "errors": errors,
         "upstream": "one scalar" if ("loss", "one_upstream") in case.grads else "weights",
-        "ratio": paired(outcome, outcomes.get(case.base)),
+        **paired("ratio", outcome, outcomes.get(case.base)),
         "over": case.over,
-        **{key: paired(outcome, other) for key, other in others.items()},
-        **{f"host_{key}": paired(outcome, other, 3) for key, other in others.items()},
+        **{k: v for key, other in others.items() for k, v in paired(key, outcome, other).items()},
+        **{
+            k: v for key, other in others.items() for k, v in paired(f"host_{key}", outcome, other, 3).items()
+        },
+        **gpu.medians(outcome.readings),
         **dict.fromkeys(("forward_ms", "backward_ms", "time_ms", "host_ms", "spread", "tflops")),
         **case.told,
     }
@@ -346,4 +368,5 @@ def measure(
     T, H, V = cell.num_tokens, cell.hidden_size, problem.num_rows
     facts = {**facts, "shape": cell.shape, "T": T, "H": H, "V": V, "sp": cell.sequence_parallel}
     facts |= {"wgrad_accumulator": op.wgrad_accumulator, "eager_errors": eager}
+    facts |= {"operands": cell.origin, "operands_made": problem.about} if cell.operands else {}
     return [facts | row_of(outcome, outcomes, T * H * V) for outcome in outcomes.values()]

@@ -22,6 +22,7 @@ import torch
 from megatron_fused_ce.command_line import UsageError
 from megatron_fused_ce.scripts.bench.cases import Cell
 from megatron_fused_ce.scripts.bench.problem import Clock, Outputs, Problem, World
+from megatron_fused_ce.scripts.lib import gpu
 from megatron_fused_ce.wgrad import accumulate_
 
 OURS, MEGATRON, PEER, BASE = "ours", "megatron", "peer", "base"
@@ -196,9 +197,9 @@ def turn(step: Callable[[Mark], object], world: World, warm: int, steps: int) ->
     """``[forward, backward, both, host]`` ms: medians over ``steps`` steps, without a wait between them.
 
     ``warm`` untimed steps come first; what the calls of one take to return, on an idle device, is the host's
-    time, of the last three of them.
+    time, of the last three of them but the first. The GPU is looked at in the last step.
     """
-    host = [0.0]
+    host: list[float] = []
     for _ in range(warm):
         world.synchronise()
         start = time.perf_counter()
@@ -207,6 +208,8 @@ def turn(step: Callable[[Mark], object], world: World, warm: int, steps: int) ->
     clocks = [Clock(world.on_gpu) for _ in range(steps)]
     for clock in clocks:
         step(clock.mark)
+    clocks[-1].wait_for_start()
+    gpu.look()
     spans = [clock.spans_ms() for clock in clocks]
-    columns = [*zip(*spans, strict=True), [sum(span) for span in spans], host[-3:]]
+    columns = [*zip(*spans, strict=True), [sum(span) for span in spans], host[1:][-3:] or host or [0.0]]
     return [statistics.median(column) for column in columns]

@@ -83,6 +83,7 @@ class Peer:
             run,
             grads=(("loss", "one_upstream" if self.summed else "grad_loss"),),
             base="roof-4" if self.products == 4 else "roof",
+            over={"over_roof": "roof"} if self.products == 4 else {},
             products=self.products,
             why_not=world.first_word(reason),  # a library that one rank lacks
             limits=self.limits,
@@ -231,10 +232,14 @@ def _quack_scaled_exp(module: Any, world: Any, *operands: Tensor) -> Any:
     return module.scaled_exp_linear_cross_entropy(*operands, chunk, reduction="sum")
 
 
-@peer("cce", "cut-cross-entropy", "cut_cross_entropy", products=4)
-def _cce(module: Any, world: Any, *operands: Tensor) -> Any:
-    """Apple's Cut Cross Entropy, which filters gradients; it finds ignored tokens on the host."""
-    return module.linear_cross_entropy(*operands, reduction="none", impl="cce")
+@peer("cce-exact", "cut-cross-entropy", "cut_cross_entropy", "cce_exact", products=4)
+@peer("cce", "cut-cross-entropy", "cut_cross_entropy", "cce", products=4)
+def _cce(impl: str, module: Any, world: Any, *operands: Tensor) -> Any:
+    """Apple's Cut Cross Entropy; it finds ignored tokens on the host.
+
+    ``cce``, its default, leaves out tiles whose gradients are all below 2^-12; ``cce_exact`` none.
+    """
+    return module.linear_cross_entropy(*operands, reduction="none", impl=impl)
 
 
 # --- over ranks ------------------------------------------------------------------------------------

@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from datetime import timedelta
 from importlib import import_module
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_fused_ce.command_line import UsageError
 from megatron_fused_ce.scripts.bench.cases import Cell, world_size
 from megatron_fused_ce.scripts.lib import gloo
 from megatron_fused_ce.wgrad import GradWeight, InPlaceGradWeight, OpenGradWeight, ReturnedGradWeight
@@ -136,6 +138,11 @@ class Clock:
         else:
             self._marks.append(time.perf_counter())
 
+    def wait_for_start(self) -> None:
+        """Waits until the device is at the first mark."""
+        if self._on_gpu:
+            self._marks[0].synchronize()
+
     def spans_ms(self) -> list[float]:
         """Waits for the device."""
         spans = pairwise(self._marks)
@@ -172,6 +179,9 @@ class Problem:
         self.all_hidden = self.normal(T, H, dtype=dtype)
         self.all_weight = self.normal(V, H, dtype=dtype).mul_(2.0 / math.sqrt(H))
         self.labels = self.ids(T)
+        self.about: dict[str, Any] = {}  # how the operands were made
+        if cell.operands is not None:
+            self._take(cell.operands, cell.alike)
         self.token_weights = 0.5 + self.uniform(T)
         self.token_weights[::ZERO_WEIGHT_EVERY] = 0.0
         self.grad_loss = UPSTREAM_SCALAR * self.token_weights
@@ -188,6 +198,30 @@ class Problem:
         self.main_grad: Tensor | None = None
         if wgrad_accumulator == "main_grad":
             self.main_grad = torch.zeros(self.weight.shape, device=world.device)
+
+    def _take(self, file: Path, alike: bool) -> None:
+        """Operands of a trained head; with ``alike`` its labels, and random ones of its standard deviations.
+
+        Raises UsageError where the file has others than the cell's.
+        """
+        try:
+            given: dict[str, Any] = torch.load(file, map_location=self.world.device, weights_only=True)
+            self.labels, self.about = given["labels"][: self.num_tokens].clone(), given["about"]
+        except Exception as error:
+            raise UsageError(f"{file} is none of scripts.bench.trained: {type(error).__name__}") from None
+        for name in ("hidden", "weight"):
+            own, theirs = getattr(self, f"all_{name}"), given[name]
+            if (
+                len(theirs) < len(own)
+                or theirs.shape[1] != own.shape[1]
+                or len(given["weight"]) != self.cell.vocab
+            ):
+                sizes = f"hidden {[*given['hidden'].shape]} and weight {[*given['weight'].shape]}"
+                raise UsageError(f"{file} has {sizes}: name these sizes with --shapes HxV and --tokens")
+            if alike:
+                own *= theirs.float().std() / own.float().std()
+            else:
+                own.copy_(theirs[: len(own)])
 
     def normal(self, *size: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.randn(*size, generator=self._generator, device=self.world.device, dtype=dtype)

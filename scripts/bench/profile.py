@@ -27,6 +27,7 @@ from torch.profiler import profile as profiled
 from megatron_fused_ce.scripts.bench.cases import Cell
 from megatron_fused_ce.scripts.bench.op import Case, Op, nothing
 from megatron_fused_ce.scripts.bench.problem import World
+from megatron_fused_ce.scripts.lib import gpu
 from megatron_fused_ce.scripts.lib.results import Row
 
 TRACES = Path("build/profile")
@@ -113,6 +114,7 @@ def recorded(action: Callable[[], Any], steps: int, world: World, path: Path) ->
     """
     for _ in range(2):
         action()
+    gpu.look()
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * world.on_gpu
     with profiled(activities=activities) as trace:
         for _ in range(steps):

@@ -13,16 +13,19 @@ from megatron_fused_ce.scripts.lib.results import Row
 #: What every row of a benchmark's result has.
 KEYS = ("shape", "variant", "time_ms", "peak_mib")
 #: What the tables of one file may differ in; each gets its own heading. Older files say `tokens`.
-CELL_KEYS = ("shape", "T", "tokens", "H", "V", "dtype", "tp", "sp")
+CELL_KEYS = ("shape", "T", "tokens", "H", "V", "dtype", "tp", "sp", "operands")
+ERRORS = ("loss", "grad_hidden", "grad_weight")
 PROFILE = ("step", "gemm", "compute", "exposed", "idle")
 #: Heading, key and format of each column; those of which no row has a value are left out.
 COLUMNS = (
     *(("chosen", "plan", ""), ("backend", "logits_backend", ""), ("C", "chunk_tokens", "")),
     *(("rank", "rank", ""), ("forward", "forward_ms", ".3f")),
     *(("backward", "backward_ms", ".3f"), ("both, ms", "time_ms", ".3f"), ("spread", "spread", ".1%")),
-    *(("over its base", "ratio", ".3f"), ("base", "base", "")),
+    *(("over its base", "ratio", ".3f"), ("95 %", "ratio_interval", ".3f"), ("base", "base", "")),
     *(("over", "over", ""), ("host, ms", "host_ms", ".2f")),
     *(("TFLOP/s", "tflops", ".0f"), ("peak, MiB", "peak_mib", ".1f"), ("error", "error", ".1e")),
+    *((f"of {name}", name, ".1e") for name in ERRORS),
+    *(("MHz", "sm_mhz", ".0f"), ("W", "watts", ".0f"), ("°C", "celsius", ".0f")),
     *((name, f"{name}_ms", ".3f") for name in PROFILE),
     ("collectives, ms and exposed", "collectives", ""),
 )
@@ -30,9 +33,11 @@ EXPLANATION = (
     "Milliseconds of device time, launch gaps included: medians over interleaved blocks; spread is (slowest "
     "- fastest block) / median. A ratio is the median of the blocks' own ratios to the base that is named: "
     "*roof* is the three matrix products alone, by cuBLAS, on the true gradient of the logits of the same "
-    "operands, *roof-4* with the logits computed twice. Peak: MiB above inputs, `grad_hidden` and the wgrad "
-    "accumulator, cuBLAS's workspace counted. Error: the larger of both gradients' (of the outputs' where "
-    "there are none), norm-relative to fp64."
+    "operands in their dtype, *roof-4* with the logits computed twice. Peak: MiB above inputs, `grad_hidden` "
+    "and the wgrad accumulator, cuBLAS's workspace counted. Error: the larger of both gradients' (of the "
+    "outputs' where there are none), norm-relative to fp64. 95 %: order statistics of the blocks' ratios "
+    "that hold their median. MHz of the SMs, W (the driver's mean over a second), °C: NVML, medians in the "
+    "row's turns."
 )
 PARALLEL_EXPLANATION = (
     "Times are the slowest rank's, peaks and errors the largest of any rank. The roof is the shard's, on all "
@@ -54,7 +59,8 @@ def title(row: Row) -> str:
     sizes = sizes or [f"T = {row.get('tokens')}"]
     if (row.get("tp") or 1) > 1:
         sizes.append(f"TP {row['tp']}{' with sequence parallelism' if row['sp'] else ''}")
-    return f"{row['shape']}: {', '.join([*sizes, *filter(None, [row.get('dtype')])])}"
+    operands = row.get("operands") and f"{row['operands']} operands"
+    return f"{row['shape']}: {', '.join([*sizes, *filter(None, [row.get('dtype'), operands])])}"
 
 
 def _value(row: Row, key: str, form: str) -> str:
@@ -62,6 +68,10 @@ def _value(row: Row, key: str, form: str) -> str:
     if key == "over":
         named = {name: other for name, other in (value or {}).items() if row.get(name) is not None}
         return "; ".join(f"{row[name]:.3f} of {other}" for name, other in named.items())
+    if key in ERRORS:
+        value = (row.get("errors") or {}).get(key)
+    if isinstance(value, list | tuple):
+        return " to ".join(format(end, form) for end in value)
     if key == "base" and row.get("ratio") is None:
         return ""
     if isinstance(value, dict):
@@ -97,6 +107,8 @@ def page(rows: Sequence[Row]) -> str:
             note += f"The roof ran in {row['roof_slices']} slices of the tokens. "
         if eager := row.get("eager_errors"):
             note += f"Plain PyTorch's errors: {', '.join(f'{name} {e:.1e}' for name, e in eager.items())}. "
+        if made := row.get("operands_made"):
+            note += f"The trained operands: {', '.join(f'{name} {v:.6g}' for name, v in made.items())}. "
         if row.get("ghost"):
             note += f"The collectives are those of {row['ghost']}, which reach nobody: nothing was checked. "
         lines += [f"## {title(row)}", note.strip(), table(group)]

@@ -32,7 +32,7 @@ from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.logits.gemm_rows import write_logits
 from megatron_fused_ce.rl import batch_invariant_log_probs
 from megatron_fused_ce.scripts.bench.problem import MIB, World
-from megatron_fused_ce.scripts.lib import gloo, results, tables
+from megatron_fused_ce.scripts.lib import gloo, gpu, results, tables
 from megatron_fused_ce.shards import CHUNK_BYTES
 from megatron_fused_ce.topk import fused_linear_topk
 
@@ -61,6 +61,8 @@ def measured(world: World, step: Callable[[], Any], steps: int) -> tuple[float, 
         step()
         world.synchronise()
         times.append(1e3 * (time.perf_counter() - start))
+    step()
+    gpu.look()
     times = sorted(world.slowest(times))
     median = times[len(times) // 2]
     return median, (times[-1] - times[0]) / median, max(0.0, world.slowest([float(peak - kept)])[0]) / MIB

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fused_ce.command_line import UsageError, read_text
+from megatron_fused_ce.scripts.lib import gpu
 
 Row = dict[str, Any]
 SCHEMA = 1
@@ -119,7 +120,11 @@ def made_by(device: str, command: Sequence[str], **more: Any) -> Row:
 
 
 def write(path: Path, rows: Sequence[Row], source: Row) -> None:
-    """The file, a row a line, complete at any time. Raises ValueError where `check` does."""
+    """The file, a row a line, complete at any time; in ``made_by`` the GPU's `gpu.span`.
+
+    Raises ValueError where `check` does.
+    """
+    source = source | ({"gpu": seen} if (seen := gpu.span()) else {})
     content = {"schema": SCHEMA, "made_by": source, "rows": [{**dict.fromkeys(ROW), **row} for row in rows]}
     check(content := finite(content))
     head = json.dumps({"schema": SCHEMA, "made_by": content["made_by"]}, indent=1)[:-2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,11 +14,21 @@ import torch
 
 from megatron_fused_ce import promise
 from megatron_fused_ce.scripts.bench import __main__ as benchmark
-from megatron_fused_ce.scripts.bench import cases, commits, distill, loss, measure, report, rl, whole_rows
+from megatron_fused_ce.scripts.bench import (
+    cases,
+    commits,
+    distill,
+    loss,
+    measure,
+    report,
+    rl,
+    trained,
+    whole_rows,
+)
 from megatron_fused_ce.scripts.bench.cases import Cell
 from megatron_fused_ce.scripts.bench.op import PEER, Case, nothing, turn
 from megatron_fused_ce.scripts.bench.problem import World
-from megatron_fused_ce.scripts.lib import results
+from megatron_fused_ce.scripts.lib import gpu, results
 from megatron_fused_ce.scripts.lib.reference import relative_error
 from tests.support.batch_invariant import stand_in
 
@@ -139,6 +150,62 @@ def test_options_are_checked_and_over_the_plain_loss(tmp_path):
     assert code == 0 and list(rows) == ["plain, store", "z-loss, store", "softcap, rows, store"]
 
 
+def test_operands_of_a_trained_head(tmp_path, monkeypatch):
+    """A model's, trained here, and random ones of its standard deviation, in tables of their own."""
+    file, path = tmp_path / "operands.pt", tmp_path / "out.json"
+    small = ["--device=cpu", "--tokens=64", "--hidden=32", "--vocab=300", "--layers=2", "--length=16"]
+    text = ["--text", str(ROOT / "docs"), "--megabytes=0.3"]
+    assert trained.main([str(file), *small, *text, "--batch=4", "--steps=30", "--lr=0.01"]) == 0
+    kept = torch.load(file, weights_only=True)
+    hidden, weight, labels, about = (kept[name] for name in ("hidden", "weight", "labels", "about"))
+    logits = hidden.double() @ weight.double().t()
+    loss_there = torch.nn.functional.cross_entropy(logits, labels).item()
+    assert (hidden.dtype, len(hidden), weight.shape) == (torch.bfloat16, 64, (300, 32))
+    assert loss_there == pytest.approx(about["held_out_loss"], rel=0.01) and loss_there < 5.5  # of 5.7
+    right, given = loss.linear_cross_entropy, set[tuple[str, bool]]()
+
+    def told(call):
+        given.add((call.config.strategy, call.token_weights is None))
+        return right(call)
+
+    monkeypatch.setattr(loss, "linear_cross_entropy", told)
+    words = [*BRIEF[:1], *BRIEF[3:], "--preset=trained", "--blocks=6", f"--out={path}", f"--operands={file}"]
+    assert benchmark.main([*words, "--shapes=32x300", "--tokens=64", "--peers", "cce-exact"]) == 0
+    rows = {(row["operands"], row["variant"]): row for row in results.rows(path)}
+    ours = ["auto", "auto/unweighted", "store", "grad_in_forward", "recompute"]
+    names = ["roof", "roof-4", *ours, "cce-exact"]
+    assert list(rows) == [(of, name) for of in ("trained", "random, as wide") for name in names]
+    for (_, name), row in rows.items():
+        low, high = row["ratio_interval"] or (row["ratio"], row["ratio"])
+        assert row["operands_made"] == about and (row["ratio"] is None or low <= row["ratio"] <= high)
+        assert (name == "recompute") == (row.get("over_roof") is not None)
+    assert given == {
+        ("auto", True),
+        ("auto", False),
+        ("store", True),
+        ("grad_in_forward", False),
+        ("recompute", True),
+    }
+    page = path.with_suffix(".md").read_text()
+    assert "float32, trained operands" in page and "as wide operands" in page and "held_out_loss" in page
+    assert benchmark.main([*words, "--shapes=16x300", "--tokens=64"]) == 2  # not the file's
+    assert benchmark.main([*words, "--shapes=32x300", "--tokens=65"]) == 2
+    assert benchmark.main([*BRIEF, *TINY, f"--operands={__file__}"]) == 2
+    assert benchmark.main([*BRIEF, "--preset=trained"]) == benchmark.main([*BRIEF, "--operands=none.pt"]) == 2
+    assert trained.main([str(file), *small, "--text", str(tmp_path)]) == 2
+
+
+def test_the_operands_are_the_files(tmp_path, world):
+    made = {"hidden": torch.randn(40, 16), "weight": 3 * torch.randn(64, 16), "labels": torch.arange(40)}
+    torch.save({**made, "about": {}}, tmp_path / "o.pt")
+    cell = replace(Cell.of("16x64", 32), operands=tmp_path / "o.pt")
+    same, alike = (loss.Loss(replace(cell, alike=a), world, dtype=torch.float32) for a in (False, True))
+    assert torch.equal(same.labels, alike.labels) and torch.equal(same.labels, made["labels"][:32])
+    assert torch.equal(same.all_hidden, made["hidden"][:32]) and torch.equal(same.weight, made["weight"])
+    assert not torch.equal(alike.weight, same.weight)
+    assert alike.weight.std().item() == pytest.approx(made["weight"].std().item(), rel=1e-5)
+
+
 def test_two_ranks(forks, tmp_path):
     """Each cell with sequence parallelism and without; what needs a GPU is a row."""
     words = ["-m", "scripts.bench", *BRIEF, *TINY, "--strategies", "store:32", "recompute", "--peers"]
@@ -248,7 +315,8 @@ def test_unknown_rows_are_named(tmp_path, capsys):
 
 def test_presets(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    given = {name: cases.parse_arguments("", ["--preset", name]) for name in cases.PRESETS}
+    more = {"trained": ["--operands", __file__]}
+    given = {n: cases.parse_arguments("", ["--preset", n, *more.get(n, [])]) for n in cases.PRESETS}
     assert all(one.cells for one in given.values()) and len(given["tp"].cells) == 6
     assert {cell.vocab // 2 for cell in given["small"].cells} == {16032, 32064, 64128}
     assert len(given["small"].cells) == 18 and all(cell.sequence_parallel for cell in given["small"].cells)
@@ -323,6 +391,54 @@ def test_what_fails_elsewhere_is_a_row(tmp_path, monkeypatch):
 
 
 # --- how it measures -------------------------------------------------------------------------------
+
+
+def test_the_gpu_is_looked_at_while_it_works(tmp_path, monkeypatch):
+    """A row has its turns' medians, the file the least, median and largest of all; without NVML neither."""
+    clocks = iter(range(1000, 10**6))
+    monkeypatch.setattr(gpu, "readings", [])
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "clock_rate", lambda: next(clocks))
+    monkeypatch.setattr(torch.cuda, "power_draw", lambda: 500_000)
+    monkeypatch.setattr(torch.cuda, "temperature", lambda: 60)
+    code, rows = bench(tmp_path, *TINY, "--strategies", "store")
+    assert code == 0 and len(gpu.readings) == 1 + 2 + 1 + 2 * 2
+    for row in rows.values():
+        assert 1000 <= row["sm_mhz"] < 1008 and (row["watts"], row["celsius"]) == (500, 60)
+        assert row["gpu"] == {"sm_mhz": [1000, 1003.5, 1007], "watts": [500] * 3, "celsius": [60] * 3}
+    assert rows["roof"]["sm_mhz"] != rows["store"]["sm_mhz"]
+    assert "| MHz | W | °C |" in (tmp_path / "out.md").read_text()
+
+    def no_nvml():
+        raise ModuleNotFoundError("pynvml")
+
+    monkeypatch.setattr(gpu, "readings", [])
+    monkeypatch.setattr(torch.cuda, "clock_rate", no_nvml)
+    code, rows = bench(tmp_path, *TINY, "--strategies", "store")
+    assert code == 0 and "sm_mhz" not in rows["store"] and "gpu" not in rows["store"]
+
+
+def test_intervals_of_medians():
+    assert measure.interval(range(5)) is None and measure.interval([3, 1, 2, 6, 5, 4]) == (1, 6)
+    assert measure.interval(range(15)) == (3, 11)
+    medians = torch.rand(4000, 15, generator=torch.Generator().manual_seed(0), dtype=torch.float64).tolist()
+    inside = sum(low <= 0.5 <= high for low, high in map(measure.interval, medians))
+    assert 0.955 < inside / 4000 < 0.975  # 0.965 by the binomial
+
+
+@pytest.mark.parametrize(("warm", "expected"), [(1, 10.0), (2, 1.0), (5, 3.0)])
+def test_the_host_s_time_is_that_of_warm_steps(world, monkeypatch, warm, expected):
+    """Not of the first, which finds cold caches, where there are others; and not halved."""
+    seconds, clock = iter([0.010, 0.001, 0.002, 0.003, 0.004]), [0.0]
+
+    def step(mark):
+        mark()
+        mark()
+        mark()
+        clock[0] += next(seconds, 0.0)
+
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    assert turn(step, world, warm, 1)[3] == pytest.approx(expected)
 
 
 def test_blocks_hold_everything_in_changing_order():
