@@ -71,7 +71,35 @@ def by_samples(logits: Any, ids: Tensor, entropy: str, keep: bool) -> Any:
     return [x and torch.cat(x) for x in made]
 
 
-CALLERS = {"at once": at_once, "samples": by_samples}
+def kept_by_sampling(logits: Any, ids: Tensor, entropy: str, keep: bool) -> Any:
+    """Responses whose tokens were drawn from some ids, as slime replays them: every third token from none."""
+    sizes = [(5, 3, 0)[place % 3] for place in range(SEQUENCE)]
+    kept = [[(7 * place + 11 * i) % VOCAB for i in range(size)] for place, size in enumerate(sizes)]
+    end = torch.tensor(sizes).cumsum(0)
+    spans = torch.stack((ids.roll(-1), end - torch.tensor(sizes), end), -1)
+
+    def cut(rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        for start, stop in ((1, 6), (9, 9), (10, 13)):
+            yield rows[0, start:stop], spans[start:stop] if start < stop else spans
+
+    logits = logits / TEMPERATURE
+    if isinstance(logits, DeferredLogits) and not keep:
+        made = logits.log_probs_of(
+            cut, entropy, torch.tensor([i for ids in kept for i in ids], dtype=torch.int32)
+        )
+        return [x and torch.cat(x) for x in made]
+    _, of_all = definition(logits.clone(), ids.roll(-1)[None], entropy)
+    first = torch.distributed.get_rank() * logits.shape[-1]
+    masked = torch.full_like(logits, -torch.inf).detach()
+    for place, (label, _, _) in enumerate(spans.tolist()):
+        columns = torch.tensor([*kept[place], label]) - first
+        masked[0, place, columns[(columns >= 0) & (columns < logits.shape[-1])]] = 0.0
+    log_prob, _ = definition(logits.clone() + masked, ids.roll(-1)[None], "none")
+    rows = [*range(1, 6), *range(10, 13)]
+    return log_prob[0, rows], None if of_all is None else of_all[0, rows]
+
+
+CALLERS = {"at once": at_once, "samples": by_samples, "kept": kept_by_sampling}
 
 
 class Seen:
