@@ -184,7 +184,9 @@ def compared(name: str, checkout: Path, megatron: Path, folder: Path) -> list[di
 def row_of(stack: Stack, case: Any, off: list[dict[str, Any]], on: list[dict[str, Any]]) -> dict[str, Any]:
     """The largest differences of all ranks, the heads of each kind of rank, the largest peaks."""
     apart: dict[str, Any] = dict.fromkeys(NUMBERS)
-    named, something = set(), set()
+    values, gradients = BOUNDS[case.dtype]
+    bounds = dict(zip(NUMBERS, (values, values, *[max(gradients, stack.rounded)] * 2), strict=True))
+    close, named, something = True, set(), set()
     for without, made in zip(off, on, strict=True):
         assert without["seen"].keys() == made["seen"].keys(), case.line
         for key, right in without["seen"].items():
@@ -197,6 +199,7 @@ def row_of(stack: Stack, case: Any, off: list[dict[str, Any]], on: list[dict[str
             short = key if key in NUMBERS else "worst gradient"
             difference = float((got - right).norm() / right.norm().clamp_min(1e-30))
             apart[short] = max(apart[short] or 0.0, difference)
+            close = close and difference <= bounds[short]  # NaN is not
     assert named == something, f"{case.line}: {named - something} are compared with nothing"
     peak = tuple(max(rank["peak"] for rank in side) for side in (off, on))
     heads = sorted({rank["heads"] for rank in on})
@@ -204,9 +207,6 @@ def row_of(stack: Stack, case: Any, off: list[dict[str, Any]], on: list[dict[str
         served = all(fused == 0 and stock > 0 for fused, _, stock in heads)
     else:
         served = all(each[0] > 0 and each[1:] == (0, case.left) for each in heads) and peak[1] < peak[0]
-    values, gradients = BOUNDS[case.dtype]
-    bounds = values, values, *[max(gradients, stack.rounded)] * 2
-    close = all((apart[n] or 0.0) <= bound for n, bound in zip(NUMBERS, bounds, strict=True))
     row = {"case": case.line, "dtype": case.dtype, **apart, "heads": heads, "peak": peak}
     return row | {"equal": close and served}
 
