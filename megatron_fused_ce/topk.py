@@ -68,8 +68,8 @@ def fused_linear_topk(
 
     Returns:
         ``log_probs`` fp32 and ``ids`` int64, ``[b, s, k]`` or ``[T, k]``, likeliest first, of all tokens and
-        the same on every rank. Where log-probabilities are NaN (a logit of NaN or +inf, or all of -inf), ids
-        are -1.
+        the same on every rank. Where log-probabilities are NaN (a logit of NaN or +inf, which an fp32 product
+        above 3.4e38 is; or all of -inf), ids are -1.
 
     Raises:
         TypeError, ValueError: on every rank, in every call: what :func:`.fused_linear_cross_entropy`

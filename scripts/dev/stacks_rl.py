@@ -41,6 +41,7 @@ TP 2, CP 1, packed, fp32, T 0.7, entropy detached
 TP 1, CP 2, packed, fp32, T 0.7, entropy differentiable, an empty response
 TP 2, CP 2, packed, bf16, T 1.0
 TP 2, CP 2, packed, fp32, T 0.7, entropy detached, no_grad
+TP 2, CP 2, packed, fp32, T 0.7, entropy differentiable, a rank without response
 skyrl
 TP 1, CP 1, padded, fp32, T 1.0
 TP 2, CP 1, padded, fp32, T 0.7, an empty response
