@@ -507,16 +507,16 @@ class DeferredLogits:
 def _sets(kept: Tensor, spans: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
     """Ids of the sets of ``spans`` ``[T, 3]``: label, begin, end in ``kept``. Their numbers, in ``shape``.
 
-    An id that ``kept`` does not have is -1, which is an error on every rank.
+    A set that ``kept`` does not have is the id -1, which is an error on every rank.
     """
     label, begin, end = spans.unbind(-1)
-    number = (end - begin).clamp_min(1)
+    bad = (begin < 0) | (end > len(kept))
+    number = (end - begin).masked_fill(bad, 0).clamp_min(1)
     begin = torch.where(end > begin, begin, len(kept) + torch.arange(len(label), device=label.device))
     token = torch.repeat_interleave(number)
     place = (begin - number.cumsum(0) + number)[token] + torch.arange(len(token), device=label.device)
     ids = torch.cat((kept.to(label), label))
-    known = (place >= 0) & (place < len(ids))
-    return ids[place.clamp(0, len(ids) - 1)].masked_fill(~known, -1), number.view(shape)
+    return ids[place.clamp(0, len(ids) - 1)].masked_fill(bad[token], -1), number.view(shape)
 
 
 def real(value: Any) -> Any:

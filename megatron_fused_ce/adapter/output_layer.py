@@ -294,6 +294,7 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
         config = self._config_of_call(fused_ce_request.config, token_weights, entropy)
         active = fused_ce_request.active
         if fused_ce_request.sets is not None:
+            report.say_once(self.tp_group.rank(), "on: log-probabilities over kept ids, in blocks of 1 GiB")
             made_of_sets = masked_log_probs_of_head(
                 input_,
                 weight,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -220,6 +221,23 @@ def test_a_rank_without_response_tokens(rank: Rank, how):
     assert off[2] >= everything and on[2] <= everything * 2 / 6
     for name, gradient in on[1].items():
         assert broken or torch.equal(gradient, off[1][name]), name
+
+
+@on_ranks(of_core(2, NEWEST))
+@pytest.mark.parametrize("everywhere", [True, False], ids=["everywhere", "on one rank"])
+def test_sets_that_reach_beyond_the_kept_ids(rank: Rank, everywhere):
+    """An error on every rank, and the next call goes on."""
+    have_groups(rank.size)
+    ids = torch.zeros(1, SEQUENCE, dtype=torch.int64, device=rank.device)
+    positions, causal = megatron.positions_and_mask(rank)
+    with flag(deferred_logits=True), torch.no_grad():
+        logits = build(Model(), rank)(ids, positions[:1], causal, labels=None).float()
+    kept = torch.tensor([7, 9], device=rank.device)
+    for bad in (True, False, True):
+        spans = torch.tensor([[5, 0, 4 if bad and (everywhere or rank.rank) else 2]], device=rank.device)
+        words = pytest.raises(ValueError, match=r"expected ids of the vocabulary|disagree on")
+        with words if bad else nullcontext():
+            logits.log_probs_of(lambda rows, spans=spans: [(rows[0, 3:4], spans)], kept=kept)
 
 
 @on_ranks(of_core(2, NEWEST))
