@@ -136,20 +136,11 @@ def token_log_probs(
     Source: d log p_y = ([j = y] - p_j) / t, d entropy = -p_j (log p_j + entropy) / t: docs/math.md.
     """
     return log_probs_of_head(
-        sequence_first(hidden, batch_first),
-        weight,
-        labels,
-        temperature=temperature,
-        entropy=entropy,
-        sum_p_squared=sum_p_squared,
-        zero_unknown=zero_unknown,
-        active_mask=active_mask,
-        config=config,
-        reduce_grad_hidden=reduce_grad_hidden,
-        tp_group=tp_group,
-        sequence_parallel=sequence_parallel,
+        sequence_first(hidden, batch_first), weight, labels, temperature=temperature, entropy=entropy,
+        sum_p_squared=sum_p_squared, zero_unknown=zero_unknown, active_mask=active_mask, config=config,
+        reduce_grad_hidden=reduce_grad_hidden, tp_group=tp_group, sequence_parallel=sequence_parallel,
         vocab_start=vocab_start,
-    )
+    )  # fmt: skip
 
 
 def log_probs_of_head(
@@ -175,17 +166,10 @@ def log_probs_of_head(
     if active is not None:
         config = _changed(DEFAULT_CONFIG if config is None else config, skip_masked=True)
     call = Call(
-        widened(hidden, weight),
-        weight,
-        labels,
-        token_weights=active,
-        active_mask=active is not None,
-        config=DEFAULT_CONFIG if config is None else config,
-        outputs=_outputs(entropy, sum_p_squared),
-        differentiable=_with_grad(entropy),
-        caller_error=why_wrong_entropy(entropy) or wrong,
-        **of_call,
-    )
+        widened(hidden, weight), weight, labels, token_weights=active, active_mask=active is not None,
+        config=DEFAULT_CONFIG if config is None else config, outputs=_outputs(entropy, sum_p_squared),
+        differentiable=_with_grad(entropy), caller_error=why_wrong_entropy(entropy) or wrong, **of_call,
+    )  # fmt: skip
     if several:  # options of the loss alone do not count
         config = call.config
         if isinstance(config, FusedCEConfig) and (config.z_loss or config.label_smoothing):
@@ -288,15 +272,10 @@ def batch_invariant_log_probs(
     :func:`.fused_linear_cross_entropy`.
     """
     call = Call(
-        widened(sequence_first(hidden, batch_first), weight),
-        weight,
-        labels,
-        tp_group=tp_group,
-        sequence_parallel=sequence_parallel,
-        vocab_start=vocab_start,
-        reduce_grad_hidden=reduce_grad_hidden,
+        widened(sequence_first(hidden, batch_first), weight), weight, labels, tp_group=tp_group,
+        sequence_parallel=sequence_parallel, vocab_start=vocab_start, reduce_grad_hidden=reduce_grad_hidden,
         config=DEFAULT_CONFIG if config is None else config,
-    )
+    )  # fmt: skip
     return batch_invariant.log_probs(call, in_fp32)
 
 
@@ -348,14 +327,9 @@ def token_divergence(
         if why_no_config(config) is None:
             options["config"] = _changed(DEFAULT_CONFIG if config is None else config, skip_masked=True)
     return fused_linear_distillation(
-        student,
-        student_weight,
-        teacher,
-        teacher_weight,
-        divergence=divergence,
-        temperature=temperature,
+        student, student_weight, teacher, teacher_weight, divergence=divergence, temperature=temperature,
         **options,
-    )
+    )  # fmt: skip
 
 
 @takes_config
@@ -427,23 +401,12 @@ def masked_token_log_probs(
     Source: the "Keep Sampling Mask" of DeepSeek-V3.2 (arXiv:2512.02556, section 3.1).
     """
     return masked_log_probs_of_head(
-        sequence_first(hidden, batch_first),
-        weight,
-        labels,
-        (mask_ids, mask_offsets),
-        temperature=temperature,
-        entropy=entropy,
-        entropy_of=entropy_of,
-        sum_p_squared=sum_p_squared,
-        zero_unknown=zero_unknown,
-        keep_label=keep_label,
-        active_mask=active_mask,
-        config=config,
-        reduce_grad_hidden=reduce_grad_hidden,
-        tp_group=tp_group,
-        sequence_parallel=sequence_parallel,
+        sequence_first(hidden, batch_first), weight, labels, (mask_ids, mask_offsets),
+        temperature=temperature, entropy=entropy, entropy_of=entropy_of, sum_p_squared=sum_p_squared,
+        zero_unknown=zero_unknown, keep_label=keep_label, active_mask=active_mask, config=config,
+        reduce_grad_hidden=reduce_grad_hidden, tp_group=tp_group, sequence_parallel=sequence_parallel,
         vocab_start=vocab_start,
-    )
+    )  # fmt: skip
 
 
 def masked_log_probs_of_head(
@@ -465,6 +428,7 @@ def masked_log_probs_of_head(
     if entropy_of not in ("kept", "vocabulary"):
         wrong = ValueError(f"entropy_of is {entropy_of!r}; choose kept or vocabulary")
     beside = entropy_of == "vocabulary" and entropy != "none"
+    own = "none" if beside else entropy
     if entropy == "differentiable" and not beside:
         config = unrounded(config)
     hidden = widened(hidden, weight)
@@ -473,15 +437,9 @@ def masked_log_probs_of_head(
         if active_mask is not None:
             wrong = wrong or why_no_mask(active_mask, labels.shape)
     call = Call(
-        hidden,
-        weight,
-        labels,
-        config=DEFAULT_CONFIG if config is None else config,
-        outputs=_outputs("none" if beside else entropy, sum_p_squared),
-        differentiable=_with_grad("none" if beside else entropy),
-        caller_error=wrong,
-        **of_call,
-    )
+        hidden, weight, labels, config=DEFAULT_CONFIG if config is None else config, caller_error=wrong,
+        outputs=_outputs(own, sum_p_squared), differentiable=_with_grad(own), **of_call,
+    )  # fmt: skip
     made = masked_log_probs(call, *sets, active_mask, keep_label)
     if not beside:
         return made

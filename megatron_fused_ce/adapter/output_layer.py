@@ -296,20 +296,12 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
         if fused_ce_request.sets is not None:
             report.say_once(self.tp_group.rank(), "on: log-probabilities over kept ids, in blocks of 1 GiB")
             made_of_sets = masked_log_probs_of_head(
-                input_,
-                weight,
-                labels,
-                fused_ce_request.sets,
-                entropy=entropy,
-                entropy_of="vocabulary",
-                keep_label=True,
-                active_mask=active,
-                config=replace(config, skip_masked=False),
-                tp_group=self.tp_group,
-                sequence_parallel=self.sequence_parallel,
+                input_, weight, labels, fused_ce_request.sets, entropy=entropy, entropy_of="vocabulary",
+                keep_label=True, active_mask=active, config=replace(config, skip_masked=False),
+                tp_group=self.tp_group, sequence_parallel=self.sequence_parallel,
                 vocab_start=self.tp_group.rank() * self.output_size_per_partition,
                 open_grad_weight=open_grad_weight_for(weight, self.gradient_accumulation_fusion),
-            )
+            )  # fmt: skip
             fused_ce_request.made_entropy = made_of_sets.entropy
             return made_of_sets.log_prob.neg(), None
         if active is not None:
