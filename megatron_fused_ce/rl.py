@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -48,7 +48,7 @@ class LogProbOptions(TypedDict, total=False):
     entropy: str
     sum_p_squared: bool
     zero_unknown: bool
-    active_mask: Tensor | None
+    active_mask: Tensor | Literal["loss_mask"] | None
     config: FusedCEConfig | None
 
 
@@ -136,20 +136,11 @@ def token_log_probs(
     Source: d log p_y = ([j = y] - p_j) / t, d entropy = -p_j (log p_j + entropy) / t: docs/math.md.
     """
     return log_probs_of_head(
-        sequence_first(hidden, batch_first),
-        weight,
-        labels,
-        temperature=temperature,
-        entropy=entropy,
-        sum_p_squared=sum_p_squared,
-        zero_unknown=zero_unknown,
-        active_mask=active_mask,
-        config=config,
-        reduce_grad_hidden=reduce_grad_hidden,
-        tp_group=tp_group,
-        sequence_parallel=sequence_parallel,
+        sequence_first(hidden, batch_first), weight, labels, temperature=temperature, entropy=entropy,
+        sum_p_squared=sum_p_squared, zero_unknown=zero_unknown, active_mask=active_mask, config=config,
+        reduce_grad_hidden=reduce_grad_hidden, tp_group=tp_group, sequence_parallel=sequence_parallel,
         vocab_start=vocab_start,
-    )
+    )  # fmt: skip
 
 
 def log_probs_of_head(
@@ -175,17 +166,10 @@ def log_probs_of_head(
     if active is not None:
         config = _changed(DEFAULT_CONFIG if config is None else config, skip_masked=True)
     call = Call(
-        widened(hidden, weight),
-        weight,
-        labels,
-        token_weights=active,
-        active_mask=active is not None,
-        config=DEFAULT_CONFIG if config is None else config,
-        outputs=_outputs(entropy, sum_p_squared),
-        differentiable=_with_grad(entropy),
-        caller_error=why_wrong_entropy(entropy) or wrong,
-        **of_call,
-    )
+        widened(hidden, weight), weight, labels, token_weights=active, active_mask=active is not None,
+        config=DEFAULT_CONFIG if config is None else config, outputs=_outputs(entropy, sum_p_squared),
+        differentiable=_with_grad(entropy), caller_error=why_wrong_entropy(entropy) or wrong, **of_call,
+    )  # fmt: skip
     if several:  # options of the loss alone do not count
         config = call.config
         if isinstance(config, FusedCEConfig) and (config.z_loss or config.label_smoothing):
@@ -288,15 +272,10 @@ def batch_invariant_log_probs(
     :func:`.fused_linear_cross_entropy`.
     """
     call = Call(
-        widened(sequence_first(hidden, batch_first), weight),
-        weight,
-        labels,
-        tp_group=tp_group,
-        sequence_parallel=sequence_parallel,
-        vocab_start=vocab_start,
-        reduce_grad_hidden=reduce_grad_hidden,
+        widened(sequence_first(hidden, batch_first), weight), weight, labels, tp_group=tp_group,
+        sequence_parallel=sequence_parallel, vocab_start=vocab_start, reduce_grad_hidden=reduce_grad_hidden,
         config=DEFAULT_CONFIG if config is None else config,
-    )
+    )  # fmt: skip
     return batch_invariant.log_probs(call, in_fp32)
 
 
@@ -348,14 +327,9 @@ def token_divergence(
         if why_no_config(config) is None:
             options["config"] = _changed(DEFAULT_CONFIG if config is None else config, skip_masked=True)
     return fused_linear_distillation(
-        student,
-        student_weight,
-        teacher,
-        teacher_weight,
-        divergence=divergence,
-        temperature=temperature,
+        student, student_weight, teacher, teacher_weight, divergence=divergence, temperature=temperature,
         **options,
-    )
+    )  # fmt: skip
 
 
 @takes_config
@@ -400,9 +374,10 @@ def masked_token_log_probs(
             has a set; that of a token with an empty set is as :func:`token_log_probs` has it.
         active_mask: bool, ``[b, s]`` or ``[T]``, the same on every rank: tokens outside it take part in no
             GEMM of either pass; their results are 0, without a gradient.
-        config: scale, softcap, ``true_vocab_size``; the rest for tokens with an empty set.
-            With ``ignore_index`` a token with that label and an empty set costs no GEMM, and all its results
-            are 0 without a gradient, ``skip_masked`` or not; with a set its label is outside of it.
+        config: scale, softcap, ``true_vocab_size``; logits are fp32 unless ``logit_precision`` is
+            ``activations``; the rest for tokens with an empty set. With ``ignore_index`` a token with that
+            label and an empty set costs no GEMM, and all its results are 0 without a gradient,
+            ``skip_masked`` or not; with a set its label is outside of it.
 
     The other arguments are those of :func:`token_log_probs`.
 
@@ -425,46 +400,57 @@ def masked_token_log_probs(
 
     Source: the "Keep Sampling Mask" of DeepSeek-V3.2 (arXiv:2512.02556, section 3.1).
     """
+    return masked_log_probs_of_head(
+        sequence_first(hidden, batch_first), weight, labels, (mask_ids, mask_offsets),
+        temperature=temperature, entropy=entropy, entropy_of=entropy_of, sum_p_squared=sum_p_squared,
+        zero_unknown=zero_unknown, keep_label=keep_label, active_mask=active_mask, config=config,
+        reduce_grad_hidden=reduce_grad_hidden, tp_group=tp_group, sequence_parallel=sequence_parallel,
+        vocab_start=vocab_start,
+    )  # fmt: skip
+
+
+def masked_log_probs_of_head(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    sets: tuple[Tensor, Tensor],
+    *,
+    entropy: str = "none",
+    entropy_of: str = "kept",
+    sum_p_squared: bool = False,
+    keep_label: bool = False,
+    active_mask: Tensor | None = None,
+    config: FusedCEConfig | None = None,
+    **of_call: Any,
+) -> TokenLogProbs:
+    """:func:`masked_token_log_probs` with fields of :class:`.call.Call`, as :func:`log_probs_of_head`."""
     wrong: ValueError | None = why_wrong_entropy(entropy)
     if entropy_of not in ("kept", "vocabulary"):
         wrong = ValueError(f"entropy_of is {entropy_of!r}; choose kept or vocabulary")
     beside = entropy_of == "vocabulary" and entropy != "none"
+    own = "none" if beside else entropy
     if entropy == "differentiable" and not beside:
         config = unrounded(config)
-    head = {
-        "tp_group": tp_group,
-        "sequence_parallel": sequence_parallel,
-        "vocab_start": vocab_start,
-        "reduce_grad_hidden": reduce_grad_hidden,
-    }
-    hidden = widened(sequence_first(hidden, batch_first), weight)
+    hidden = widened(hidden, weight)
     if isinstance(labels, Tensor):
-        temperature = temperature_of(temperature, labels.shape)
+        of_call["temperature"] = temperature_of(of_call.get("temperature", 1.0), labels.shape)
         if active_mask is not None:
             wrong = wrong or why_no_mask(active_mask, labels.shape)
     call = Call(
-        hidden,
-        weight,
-        labels,
-        config=DEFAULT_CONFIG if config is None else config,
-        zero_unknown=zero_unknown,
-        outputs=_outputs("none" if beside else entropy, sum_p_squared),
-        differentiable=_with_grad("none" if beside else entropy),
-        temperature=temperature,
-        caller_error=wrong,
-        **head,  # type: ignore[arg-type]
-    )
-    made = masked_log_probs(call, mask_ids, mask_offsets, active_mask, keep_label)
+        hidden, weight, labels, config=DEFAULT_CONFIG if config is None else config, caller_error=wrong,
+        outputs=_outputs(own, sum_p_squared), differentiable=_with_grad(own), **of_call,
+    )  # fmt: skip
+    made = masked_log_probs(call, *sets, active_mask, keep_label)
     if not beside:
         return made
     # The tokens that it leaves out are those of the sampling mask: labels are not read here.
     active = None if active_mask is None else active_mask.to(labels.device)
     if config is not None:
         if config.ignore_index is not None:
-            counts = mask_offsets.diff().ne(0).view(labels.shape) | labels.ne(config.ignore_index)
+            counts = sets[1].diff().ne(0).view(labels.shape) | labels.ne(config.ignore_index)
             active = counts if active is None else counts & active
         config = _changed(config, ignore_index=None, skip_masked=False)
-    options: Any = {"temperature": temperature, "entropy": entropy, "config": config, **head}
+    options: Any = {"entropy": entropy, "config": config, **of_call}
     with torch.set_grad_enabled(torch.is_grad_enabled() and entropy == "differentiable"):
         of_all = log_probs_of_head(hidden, weight, labels, active_mask=active, **options).entropy
     assert of_all is not None

@@ -1,6 +1,6 @@
 """Log-probabilities over the ids that sampling kept for each token.
 
-One GEMM computes all logits of a block of tokens in fp32, and only those of the kept ids leave the block. The
+One GEMM computes all logits of a block of tokens, and only those of the kept ids leave the block. The
 backward writes their gradients into a block of zeros for two more GEMMs. Three GEMMs cost less than gathered
 rows of the weight did from ten ids a token on (H200), and hardly more for many. The rest is
 the head's maths (:mod:`.rows_torch`, :mod:`.loss`) with a set instead of the vocabulary. Every rank
@@ -35,9 +35,9 @@ from megatron_fused_ce.parallel import VocabParallel
 from megatron_fused_ce.scaling import scale_
 from megatron_fused_ce.shards import Shards
 from megatron_fused_ce.targets import in_token_order, inv_temperature_of
-from megatron_fused_ce.wgrad import ReturnedGradWeight
+from megatron_fused_ce.wgrad import OpenedAccumulators, OpenGradWeight
 
-#: Bytes of a block: logits in fp32 in the forward, their gradients in the operands' dtype in the backward.
+#: Bytes of a block: logits in the forward, their gradients in the operands' dtype in the backward.
 BLOCK_BYTES = 1 << 30
 
 
@@ -188,6 +188,8 @@ class MaskedCall(NamedTuple):
     inv_temperature: Tensor | None  # [T] fp32
     softcap: float | None
     form: LossForm  # without the softcap, which is applied here
+    open_grad_weight: OpenGradWeight
+    logits_dtype: torch.dtype  # in which the GEMM writes them
 
     def logits(self, tokens: Tensor, sets: _Sets, product: Tensor) -> tuple[Tensor, Tensor]:
         """Logits ``[B, K]`` fp32, -inf in the padding, and the softcap's derivatives.
@@ -229,12 +231,13 @@ class MaskedLogProbs(torch.autograd.Function):
         products = shard.new_empty(len(pairs.columns))  # of every pair
         with autocast.off(hidden.device):
             all_hidden = _gathered(call.comm, hidden)
-            blocks = pairs.blocks(4 * len(weight))
-            buffer = products.new_empty(len(blocks[0].tokens) if blocks else 0, len(weight))
+            blocks = pairs.blocks(call.logits_dtype.itemsize * len(weight))
+            size = len(blocks[0].tokens) if blocks else 0
+            buffer = hidden.new_empty(size, len(weight), dtype=call.logits_dtype)
             for block in blocks:
                 sets, out = pairs.sets(block), buffer[: len(block.tokens)]
                 write_logits(all_hidden[block.tokens], weight, out)
-                product = out.gather(1, sets.columns)
+                product = out.gather(1, sets.columns).float()
                 products[sets.pairs] = product
                 z, _ = call.logits(block.tokens, sets, product)
                 stats = rows_torch.row_statistics(z, sets.label, 1.0, form=form)
@@ -257,11 +260,23 @@ class MaskedLogProbs(torch.autograd.Function):
     @staticmethod
     @differentiated_once
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
-        hidden, weight, products, saved, known = ctx.saved_tensors
-        call, (of_log_prob, of_entropy, _) = ctx.call, grads
-        wants_grad_hidden, wants_grad_weight, _ = ctx.needs_input_grad
+        of_log_prob, of_entropy, _ = grads
         if of_log_prob is None and of_entropy is None:
             return None, None, None
+        accumulators = OpenedAccumulators(ctx.call.open_grad_weight)
+        try:
+            return MaskedLogProbs._gradients(ctx, accumulators, of_log_prob, of_entropy)
+        except BaseException:
+            accumulators.abandon()
+            raise
+
+    @staticmethod
+    def _gradients(
+        ctx: Any, open_grad_weight: OpenGradWeight, of_log_prob: Tensor | None, of_entropy: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, None]:
+        hidden, weight, products, saved, known = ctx.saved_tensors
+        call = ctx.call
+        wants_grad_hidden, wants_grad_weight, _ = ctx.needs_input_grad
         grad_loss = torch.zeros_like(saved[0])
         if of_log_prob is not None:
             grad_loss = torch.where(known, -of_log_prob, 0.0)
@@ -274,7 +289,9 @@ class MaskedLogProbs(torch.autograd.Function):
             all_hidden = _gathered(comm, hidden)
             partial = torch.zeros_like(all_hidden) if wants_grad_hidden else None
             blocks = pairs.blocks(weight.element_size() * len(weight))
-            accumulator = ReturnedGradWeight(weight, len(blocks), inv_scale is not None)
+            accumulator = None
+            if wants_grad_weight:
+                accumulator = open_grad_weight(weight, len(blocks), inv_scale is not None)
             buffer = weight.new_empty(len(blocks[0].tokens) if blocks else 0, len(weight))
             for block in blocks:
                 tokens, sets = block.tokens, pairs.sets(block)
@@ -282,7 +299,7 @@ class MaskedLogProbs(torch.autograd.Function):
                 _write_gradients(call, tokens, sets, products[sets.pairs], coefficients, grad_logits)
                 if partial is not None:
                     partial[tokens] = grad_logits @ weight
-                if wants_grad_weight:
+                if accumulator is not None:
                     accumulator.add(grad_logits, all_hidden[tokens])
             del buffer
             grad_hidden = None
@@ -291,7 +308,7 @@ class MaskedLogProbs(torch.autograd.Function):
                     scale_(partial, inv_scale)
                 grad_hidden = hidden.new_empty(hidden.shape) if comm.num_parts > 1 else partial
                 comm.reduce_grad_hidden(partial, grad_hidden).wait()
-        return grad_hidden, accumulator.close(inv_scale) if wants_grad_weight else None, None
+        return grad_hidden, None if accumulator is None else accumulator.close(inv_scale), None
 
 
 def _write_gradients(
@@ -363,7 +380,9 @@ def _among_kept(call: Call, mask: Mask, comm: VocabParallel, vocab_start: int) -
     pairs = Pairs.of(mask, order, in_order, vocab_start, call.weight.shape[0])
     form = LossForm.of(outputs=call.outputs, differentiable=call.differentiable)
     flat = None if inv_temperature is None else inv_temperature.flatten()
-    masked = MaskedCall(comm, pairs, logit_scale, flat, softcap, form)
+    rounds = call.config.logit_precision == "activations"
+    dtype = hidden.dtype if rounds else torch.float32
+    masked = MaskedCall(comm, pairs, logit_scale, flat, softcap, form, call.open_grad_weight, dtype)
     made = MaskedLogProbs.apply(hidden.reshape(-1, hidden.shape[-1]), call.weight, masked)
     b_s = tuple(labels.shape) if labels.dim() == 2 else None
     in_layout = (None if x is None else in_labels_layout(x, b_s) for x in made)

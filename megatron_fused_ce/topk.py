@@ -68,8 +68,8 @@ def fused_linear_topk(
 
     Returns:
         ``log_probs`` fp32 and ``ids`` int64, ``[b, s, k]`` or ``[T, k]``, likeliest first, of all tokens and
-        the same on every rank. Where log-probabilities are NaN (a logit of NaN or +inf, or all of -inf), ids
-        are -1.
+        the same on every rank. Where log-probabilities are NaN (a logit of NaN or +inf, which an fp32 product
+        above 3.4e38 is; or all of -inf), ids are -1.
 
     Raises:
         TypeError, ValueError: on every rank, in every call: what :func:`.fused_linear_cross_entropy`
@@ -98,21 +98,12 @@ def fused_linear_topk(
         temperature = temperature_of(temperature, labels.shape)
         if active_mask is not None:
             wrong = wrong or why_no_mask(active_mask, labels.shape)
+    weights = None if active_mask is None or wrong else active_mask.to(labels.device).float()
     call = Call(
-        hidden,
-        weight,
-        labels,
-        tp_group=tp_group,
-        sequence_parallel=sequence_parallel,
-        token_weights=active_mask.to(labels.device).float()
-        if active_mask is not None and not wrong
-        else None,
-        active_mask=active_mask is not None,
-        vocab_start=vocab_start,
-        config=config,
-        temperature=temperature,
-        caller_error=wrong,
-    )
+        hidden, weight, labels, tp_group=tp_group, sequence_parallel=sequence_parallel,
+        token_weights=weights, active_mask=active_mask is not None, vocab_start=vocab_start, config=config,
+        temperature=temperature, caller_error=wrong,
+    )  # fmt: skip
     return _evaluate(call, k)
 
 

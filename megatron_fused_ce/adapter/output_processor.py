@@ -76,7 +76,7 @@ def output_processor(
     """
     from megatron_fused_ce.adapter import output_layer as adopted
 
-    options: LogProbOptions = {**(context or {})}
+    options: dict[str, Any] = {**(context or {})}
     unknown = options.keys() - LogProbOptions.__annotations__.keys()
     if unknown:
         raise TypeError(

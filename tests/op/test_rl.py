@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_topk_distillation, masked_tokens
-from megatron_fused_ce.rl import masked_token_log_probs, token_divergence, token_log_probs, unrounded
+from megatron_fused_ce.rl import (
+    masked_log_probs_of_head,
+    masked_token_log_probs,
+    token_divergence,
+    token_log_probs,
+    unrounded,
+)
 from megatron_fused_ce.scripts.lib.reference import (
     FLOOR,
     make_inputs,
@@ -18,6 +25,7 @@ from megatron_fused_ce.scripts.lib.reference import (
 )
 from tests.support.losses import Loss, assert_within
 from tests.support.op import RoundedFactors, gemm_flops, leaves
+from tests.support.problems import open_main_grad
 
 SIZES = {"s": 12, "b": 2, "hidden_size": 16, "vocab": 53}
 
@@ -334,6 +342,40 @@ def test_a_mask_with_the_entropy_of_the_vocabulary(entropy, device):
         assert torch.equal(one, other)
     with pytest.raises(ValueError, match="choose kept or vocabulary"):
         masked_token_log_probs(inputs.hidden, inputs.weight, inputs.labels, *mask, entropy_of="all")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "activations"])
+def test_a_mask_as_a_head_has_it(precision, device):
+    """All gradients of its weight go one way; its logits are rounded where the rollout engine's are."""
+    inputs = make_inputs("plain", **SIZES, dtype=torch.bfloat16, device=device)
+    ids, offsets = one_set_for_all(inputs.labels, *range(0, 53, 3))
+    offsets = offsets.clamp_max(len(ids) - 36)  # the last two have no set
+    hidden, weight = leaves(inputs)
+    main_grad = torch.zeros(weight.shape, device=device)
+    config = FusedCEConfig(logit_precision=precision, num_chunks=2)
+    options = {"entropy_of": "vocabulary", "entropy": "differentiable", "keep_label": True, "config": config}
+    opened = partial(open_main_grad, main_grad)
+    made = masked_log_probs_of_head(
+        hidden, weight, inputs.labels, (ids[: offsets[-1]], offsets), open_grad_weight=opened, **options
+    )
+    (made.log_prob * inputs.grad_loss + made.entropy).sum().backward()
+    logits = (inputs.hidden.float() @ inputs.weight.float().t()).transpose(0, 1)
+    logits = (logits.bfloat16() if precision == "activations" else logits).float()
+    labels, kept = inputs.labels.unsqueeze(-1), torch.full_like(logits, -torch.inf)
+    kept[..., ::3] = 0.0
+    kept = kept.scatter(-1, labels, 0.0)
+    kept.view(-1, 53)[-2:] = 0.0
+    right = (logits + kept).log_softmax(-1).gather(-1, labels).squeeze(-1)
+    assert relative_error(made.log_prob.detach(), right) < FLOOR[torch.float32]
+    apart = [leaf.detach().float().requires_grad_() for leaf in (hidden, weight)]
+    z = (apart[0] @ apart[1].t()).transpose(0, 1)
+    log_p = z.log_softmax(-1)
+    of_all = -(log_p.exp() * log_p).sum(-1)
+    log_prob = (z + kept).log_softmax(-1).gather(-1, labels).squeeze(-1)
+    (log_prob * inputs.grad_loss + of_all).sum().backward()
+    assert weight.grad is None
+    for got, exact in ((hidden.grad, apart[0].grad), (main_grad, apart[1].grad)):
+        assert relative_error(got, exact) < 2 * FLOOR[torch.bfloat16]
 
 
 @pytest.mark.parametrize("skip_masked", [False, True])
