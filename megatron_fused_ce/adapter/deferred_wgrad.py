@@ -20,6 +20,8 @@ from weakref import WeakKeyDictionary
 from megatron_fused_ce.adapter import accuracy, report
 from megatron_fused_ce.wgrad import Later, OpenGradWeight, kind_of
 
+#: Wgrad accumulators that the bubble can add to.
+MAIN_GRADS = "main_grad", "low_main_grad"
 CLEAR, FINISH = "clear_embedding_activation_buffer", "finish_embedding_wgrad_compute"
 
 #: Of each output layer that has one; not an attribute, which a copy of the layer would share.
@@ -66,7 +68,7 @@ def _why_at_once(layer: Any, kind: str) -> str:
     config = layer.config
     if layer not in _overlaps:
         return "the step was begun by no schedule of Megatron's, which would end the wait"
-    if kind not in ("main_grad", "low_main_grad"):
+    if kind not in MAIN_GRADS:
         return "the weight's gradient goes to no main_grad"
     asked = [getattr(config, name, None) for name in ("no_sync_func", "grad_sync_func")]
     if _overlaps[layer] or asked != [None, None]:
