@@ -83,7 +83,7 @@ UNKNOWN_MICRO_BATCHES = 1024
 
 
 def calls_later(config: Any) -> int:
-    """Calls of a head whose ``grad_weight`` waits at once, at most."""
+    """Calls of a head whose ``grad_weight`` waits at once, at most, beside the last micro-batch's."""
     if not is_on(config):
         return 0
     from megatron.core import num_microbatches_calculator
@@ -92,7 +92,7 @@ def calls_later(config: Any) -> int:
         micro_batches = int(num_microbatches_calculator.get_num_microbatches())
     except (AssertionError, AttributeError):  # nobody has set it up
         micro_batches = UNKNOWN_MICRO_BATCHES
-    calls = (1 + (getattr(config, "mtp_num_layers", None) or 0)) * micro_batches
+    calls = (1 + (getattr(config, "mtp_num_layers", None) or 0)) * (micro_batches - 1)
     return min(calls, int(getattr(config, "wgrad_deferral_limit", 0)) or calls)
 
 
