@@ -11,15 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
+from megatron_fused_ce import head_bytes
 from megatron_fused_ce.adapter.arguments import FLAG
 from megatron_fused_ce.config import FusedCEConfig
-from megatron_fused_ce.head_bytes import (
-    MIB,
-    STOCK_BYTES_PER_LOGIT,
-    STOCK_BYTES_WAITING,
-    PlanInputs,
-    later_bytes,
-)
+from megatron_fused_ce.head_bytes import MIB, STOCK_BYTES_PER_LOGIT, STOCK_BYTES_WAITING, PlanInputs
 from megatron_fused_ce.plan.setting import Setting
 from megatron_fused_ce.plan.static import CUBLAS_WORKSPACE
 from megatron_fused_ce.planner import OverBudget, Plan, plan
@@ -179,6 +174,6 @@ def _as_head(setting: Setting, chosen: Plan, flags: str, name: str, waiting: Pla
         peak=memory.total - unused + grad_hidden,
         workspaces=memory.workspace - unused,
         predicted=memory.total - memory.later,
-        later=later_bytes(waiting, memory, chosen.keeps_logits),
+        later=head_bytes.later_bytes(waiting, memory, chosen.keeps_logits),
         words=f"{chosen.strategy}, {chosen.chunks_in_words}",
     )
