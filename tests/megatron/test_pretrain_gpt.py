@@ -89,6 +89,7 @@ def test_pretrain_gpt_with_what_recipes_have_beside_deferral(checkout, tmp_path,
         run = launch(checkout, tmp_path, script, *f"{more}{flags}".split(), case="vpp-wgrad")
         found.append(megatron_logs.parse_logs([run.stdout]))
         assert bool(flags) == (said in run.stdout) and not found[-1].logits_materialised, run.stderr[-3000:]
+        assert ("has no effect" in run.stdout) == bool(flags and "overlap" in more)
     assert found[0].heads_fused == found[1].heads_fused > 0
     assert pretrain.differences(*found) == (0, 0)
 
