@@ -20,12 +20,14 @@ from weakref import WeakKeyDictionary
 from megatron_fused_ce.adapter import accuracy, report
 from megatron_fused_ce.wgrad import Later, OpenGradWeight, kind_of
 
+#: Wgrad accumulators that the bubble can add to.
+MAIN_GRADS = "main_grad", "low_main_grad"
 CLEAR, FINISH = "clear_embedding_activation_buffer", "finish_embedding_wgrad_compute"
 
 #: Of each output layer that has one; not an attribute, which a copy of the layer would share.
 _of_layer: WeakKeyDictionary[Any, Later] = WeakKeyDictionary()
-#: Of each for which a schedule has begun a step: whether a wrapper of its model overlaps the reduction.
-_overlaps: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+#: Of each for which a schedule has begun a step: why its ``grad_weight`` cannot wait for the end, or empty.
+_why_not: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 
 def is_on(config: Any) -> bool:
@@ -63,13 +65,17 @@ def later_of(layer: Any, open_grad_weight: OpenGradWeight) -> Later | None:
 
 
 def _why_at_once(layer: Any, kind: str) -> str:
-    config = layer.config
-    if layer not in _overlaps:
+    if layer not in _why_not:
         return "the step was begun by no schedule of Megatron's, which would end the wait"
-    if kind not in ("main_grad", "low_main_grad"):
+    if kind not in MAIN_GRADS:
         return "the weight's gradient goes to no main_grad"
+    return _why_not[layer]
+
+
+def _why_not_with(config: Any, model: Any) -> str:
+    """``config``: the schedule's, its first chunk's; in 0.16 each chunk has its own."""
     asked = [getattr(config, name, None) for name in ("no_sync_func", "grad_sync_func")]
-    if _overlaps[layer] or asked != [None, None]:
+    if _reduces_early(model) or asked != [None, None]:
         return "the reduction of gradients starts before the bubble (--overlap-grad-reduce)"
     if getattr(config, "finalize_model_grads_func", None) is None:
         return "the schedules make it before finalize_model_grads_func alone, and there is none"
@@ -81,7 +87,7 @@ UNKNOWN_MICRO_BATCHES = 1024
 
 
 def calls_later(config: Any) -> int:
-    """Calls of a head whose ``grad_weight`` waits at once, at most."""
+    """Calls of a head whose ``grad_weight`` waits at once, at most, beside the last micro-batch's."""
     if not is_on(config):
         return 0
     from megatron.core import num_microbatches_calculator
@@ -90,7 +96,7 @@ def calls_later(config: Any) -> int:
         micro_batches = int(num_microbatches_calculator.get_num_microbatches())
     except (AssertionError, AttributeError):  # nobody has set it up
         micro_batches = UNKNOWN_MICRO_BATCHES
-    calls = (1 + (getattr(config, "mtp_num_layers", None) or 0)) * micro_batches
+    calls = (1 + (getattr(config, "mtp_num_layers", None) or 0)) * (micro_batches - 1)
     return min(calls, int(getattr(config, "wgrad_deferral_limit", 0)) or calls)
 
 
@@ -109,7 +115,7 @@ def _clear(stock: Any) -> Any:
         _waiting(embedding_module).clear()  # of a step that ended in an exception
         layer = getattr(embedding_module, "output_layer", None)
         if layer is not None:
-            _overlaps[layer] = _reduces_early(model[-1] if isinstance(model, list) else model)
+            _why_not[layer] = _why_not_with(config, model[-1] if isinstance(model, list) else model)
         return embedding_module
 
     return clear

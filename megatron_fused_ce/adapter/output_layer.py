@@ -286,7 +286,7 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
         entropy = fused_ce_request.entropy
         if stock_path.batch_invariant(self.config)[0]:
             config = self._config_of_call(fused_ce_request.config, token_weights)
-            call = self._call(input_, weight, labels, token_weights, config=config, head=_head_of(self))
+            call = self._call(input_, weight, labels, token_weights, config, head=_head_of(self))
             made = batch_invariant.log_probs(call, self.fused_ce_log_probs_in_fp32).neg()
             inactive = None if fused_ce_request.active is None else ~fused_ce_request.active
             return made if inactive is None else made.masked_fill(inactive, 0.0), None
@@ -312,7 +312,7 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
                 weight,
                 labels,
                 token_weights,
-                config=config,
+                config,
                 active_mask=active is not None,
                 outputs=(("correct",) if counts_correct else ())
                 + (("entropy",) if entropy != "none" else ()),
@@ -331,21 +331,32 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
         return out.loss, None
 
     def _call(
-        self, hidden: Tensor, weight: Tensor, labels: Tensor, token_weights: TokenWeights, **more: Any
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        token_weights: TokenWeights,
+        config: FusedCEConfig,
+        **more: Any,
     ) -> Call:
         """A call with all that follows from the layer and its token weights."""
         open_grad_weight = open_grad_weight_for(weight, self.gradient_accumulation_fusion)
+        later = deferred_wgrad.later_of(self, open_grad_weight)
+        if later is not None:
+            waits = "grad_weight is to wait for the pipeline's bubble (--defer-embedding-wgrad-compute)"
+            config = self._not_in_forward(config, waits)
         return Call(
             hidden,
             weight,
             labels,
+            config=config,
             tp_group=self.tp_group,
             sequence_parallel=self.sequence_parallel,
             token_weights=token_weights.values,
             vocab_start=self.tp_group.rank() * self.output_size_per_partition,
             unmasked=token_weights.unmasked(),
             open_grad_weight=open_grad_weight,
-            later=deferred_wgrad.later_of(self, open_grad_weight),
+            later=later,
             uses_in_flight=1 + (getattr(self.config, "mtp_num_layers", None) or 0),
             uses_later=deferred_wgrad.calls_later(self.config),
             **more,
@@ -360,7 +371,7 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
                 weight,
                 no_labels,
                 token_weights,
-                config=self._config_of_call(request.config, token_weights),
+                self._config_of_call(request.config, token_weights),
                 other_targets=request.teacher,
                 temperature=request.temperature,
                 head=_head_of(self, "distillation by "),
@@ -375,18 +386,18 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
         """The layer's config for one call: ``grad_in_forward`` only if the token weights are known."""
         if entropy == "differentiable":
             config = unrounded(config)
-        deferred = deferred_wgrad.is_on(self.config)
-        if config.strategy != "grad_in_forward" or (token_weights.values is not None and not deferred):
+        if token_weights.values is not None:
+            return config
+        return self._not_in_forward(
+            config, f"token weights are not known in the forward: {token_weights.unknown}"
+        )
+
+    def _not_in_forward(self, config: FusedCEConfig, why: str) -> FusedCEConfig:
+        if config.strategy != "grad_in_forward":
             return config
         if torch.is_grad_enabled():
             report.say_once(
-                self.tp_group.rank(),
-                "strategy auto instead of grad_in_forward for a head whose "
-                + (
-                    "grad_weight is to wait for the pipeline's bubble (--defer-embedding-wgrad-compute)"
-                    if deferred
-                    else f"token weights are not known in the forward: {token_weights.unknown}"
-                ),
+                self.tp_group.rank(), f"strategy auto instead of grad_in_forward for a head whose {why}"
             )
         return replace(config, strategy="auto")
 

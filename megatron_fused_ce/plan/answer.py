@@ -30,7 +30,6 @@ SENTENCES = {
     "leave out": "Leave it out: peak {before} GiB a GPU without {flags}, {after} with it; {usable} usable.",
     "does not fit": "Not enough memory: {before} GiB a GPU without {flags}, {after} with; {usable} usable.",
     "no verdict": "No verdict: {why}; the head alone: {before} → {after} GiB.",
-    "without": "No verdict: {why}; the head alone, without {names}: {before} → {after} GiB.",
     # Behind it, in short.
     "setting": "{model}: {billions} B parameters, {sequence} tokens a sequence, {dtype}, on {gpus} x "
     "{gpu}: {over}.",
@@ -136,10 +135,6 @@ class Result:
         return "no verdict" if self.doubts else self.advice.decision
 
 
-#: What is not counted, and changes what the head holds too: micro-batches wait for the bubble.
-OF_THE_HEAD = ("--defer-embedding-wgrad-compute",)
-
-
 def gib(num_bytes: float) -> str:
     return f"{num_bytes / GIB:.2f}"
 
@@ -163,9 +158,7 @@ def _answer(result: Result) -> Iterator[Said]:
     flags = after.head.flags if advice.decision in ("use", "needed", "either") else FLAG
     if result.decision == "no verdict":
         before_head, after_head = gib(before.head.peak), gib(after.head.peak)
-        beside = " and ".join(name for name in OF_THE_HEAD if name in result.judged.uncounted)
-        values = {"why": "; ".join(result.doubts), "before": before_head, "after": after_head}
-        said = say("without" if beside else "no verdict", **values, **({"names": beside} if beside else {}))
+        said = say("no verdict", why="; ".join(result.doubts), before=before_head, after=after_head)
     else:
         values = {"before": gib(before.peak), "after": gib(after.peak), "usable": gib(advice.gpu.usable)}
         share = advice.saved / before.peak

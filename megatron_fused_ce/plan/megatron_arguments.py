@@ -34,7 +34,7 @@ USUAL = (
     *("--attention-dropout", "0", "--hidden-dropout", "0"),
 )
 #: Not counted, but for what they change of the head's numbers.
-_OF_THE_HEAD = ("quick_geglu", "use_megatron_fsdp", "use_torch_fsdp2")
+_OF_THE_HEAD = ("quick_geglu", "use_megatron_fsdp", "use_torch_fsdp2", "overlap_grad_reduce")
 #: Other names of an argument.
 _ALSO = {
     "tensor_model_parallel_size": "--tp",
@@ -47,6 +47,7 @@ _ALSO = {
 _ONE_BY_ONE = re.compile(r"num_layers|num_experts|mtp_num_layers|make_vocab.*|.*_parallel_size")
 _MAY_BE_ZERO = re.compile(
     "mtp_num_layers|num_experts|moe_shared_expert_intermediate_size|decoder_(first|last)_pipeline_num_layers"
+    "|wgrad_deferral_limit"
 )
 _DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 _CHOICES = {
@@ -378,6 +379,8 @@ def _training(given: argparse.Namespace, parallel: Parallel) -> StepSettings:
         attention_mask=given.create_attention_mask_in_dataloader,
         gradient_fusion=given.gradient_accumulation_fusion and not sharded,
         fused_ce=_fused_ce(given),
+        uses_later=(given.wgrad_deferral_limit or BILLION) if given.defer_embedding_wgrad_compute else 0,
+        reduces_early=given.overlap_grad_reduce,
         distributed_optimizer=given.use_distributed_optimizer,
         gradient_bytes=2 if low else 4,
         state_bytes=_state_bytes(given, dtype),

@@ -6,7 +6,7 @@ PyTorch is off by at the same dtype, or by twice the dtype's rounding. Then, on 
 strategy over three bare GEMMs, beside Megatron's losses and Transformer Engine's where these are installed.
 
 Prints a table and writes it, with the chip and the versions, to a file: please attach it to an issue. Exit
-status: 0 all right, 1 something is wrong, 2 a mistake in the arguments.
+status: 0 all right, 1 something is wrong, 2 a mistake in the arguments, or no triton on a GPU.
 """
 
 from __future__ import annotations
@@ -85,6 +85,13 @@ def main(words: list[str]) -> int:
     on_gpu = given.device == "cuda" or (given.device is None and torch.cuda.is_available())
     if on_gpu and not torch.cuda.is_available():
         parser.error("torch finds no CUDA device: --device cpu checks the arithmetic alone")
+    if on_gpu:
+        from megatron_fused_ce.kernels import gemm_variants
+
+        try:
+            gemm_variants.triton_version()
+        except ImportError as error:
+            parser.error(str(error))
     device = torch.device("cuda" if on_gpu else "cpu")
     name = torch.cuda.get_device_name() if on_gpu else ""
     facts = results.made_by(name, ["megatron_fused_ce", "selfcheck", *words])

@@ -73,6 +73,28 @@ def test_pretrain_gpt_with_deferred_weight_gradients(checkout, tmp_path, case):
 
 
 @on_checkouts
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (f"{launches.UNTIED} {CHUNKS} store", "grad_weight waits for the pipeline's bubble"),
+        (f"--tensor-model-parallel-size 1 --overlap-grad-reduce {GRAD_IN_FORWARD}", "compute has no effect"),
+    ],
+)
+def test_pretrain_gpt_with_what_recipes_have_beside_deferral(checkout, tmp_path, more, said):
+    """Megatron-Bridge's for 70B, 405B and 175B: ``main_grad`` in bf16, and the overlap of its reduction. As
+    without deferral to the bit: the same sums in the same order."""
+    more, found = f"--bf16 --grad-reduce-in-bf16 --use-distributed-optimizer --train-iters 3 {more}", []
+    for flags in ("", " --defer-embedding-wgrad-compute"):
+        script = f"{checkout}/pretrain_gpt.py"
+        run = launch(checkout, tmp_path, script, *f"{more}{flags}".split(), case="vpp-wgrad")
+        found.append(megatron_logs.parse_logs([run.stdout]))
+        assert bool(flags) == (said in run.stdout) and not found[-1].logits_materialised, run.stderr[-3000:]
+        assert ("has no effect" in run.stdout) == bool(flags and "overlap" in more)
+    assert found[0].heads_fused == found[1].heads_fused > 0
+    assert pretrain.differences(*found) == (0, 0)
+
+
+@on_checkouts
 def test_pretrain_gpt_under_fsdp(checkout, tmp_path):
     """torch FSDP2 and Megatron-FSDP, which shard the head's weight, against DDP without the flag."""
     stock = figures_of(checkout, tmp_path, "", "fsdp")

@@ -69,7 +69,7 @@ PIPELINES = {
             "pp 2 sp bf16": Model(**SP, fused_wgrad=True, dtype=torch.bfloat16),
             "pp 2 tied store": Model(tied=True, strategy="store", fused_wgrad=True),
             "pp 2 mtp 1 grad_in_forward sp": Model(mtp=1, **FORWARD, **SP, fused_wgrad=True),
-            "pp 2 overlap": Model(**FUSED),
+            "pp 2 overlap grad_in_forward": Model(**FUSED, **FORWARD),
             "two virtual stages tied sp store": Model(
                 virtual=2, tied=True, **SP, strategy="store", fused_wgrad=True
             ),
@@ -250,6 +250,9 @@ def test_a_pipeline(rank: Rank, name):
     defers = is_last and model.extra and not model.overlap
     limit = model.extra.get("wgrad_deferral_limit") or 4 * (1 + model.mtp)
     assert most == ([*range(1, limit + 1)] if defers else [])
+    instead = "instead of grad_in_forward for a head whose grad_weight" in seen.said
+    speaks = defers and not parallel_state.get_tensor_model_parallel_rank()
+    assert instead == bool(speaks and model.strategy == "grad_in_forward")
     compare(off, on, model, pipeline=True)
 
 

@@ -38,7 +38,6 @@ CASES = {
     "leave out": (STEP, DIVIDED),
     "does not fit": (WHOLE, DIVIDED),
     "no verdict": (FP8, LAUNCH.format("")),
-    "without": (LAUNCH.format("--defer-embedding-wgrad-compute"), FP8),
     "vouch": (FP8, f"{FP8} --ignore fp8-format"),
     "vouched": (f"{FP8} --ignore fp8-format", FP8),
     "bounded": (LAUNCH.format("--load x"), LAUNCH.format("--load x --use-distributed-optimizer")),
@@ -104,7 +103,7 @@ def test_a_sentence_stands_where_it_is_true_alone(name, logs):
 def test_no_other_sentence_exists(capsys, monkeypatch, logs):
     """What is printed outside the tables are the sentences that hold, the answer first, and the notes."""
     patterns = {name: re.sub(r"\\{.*?\\}", ".+", re.escape(text)) for name, text in SENTENCES.items()}
-    decisions = {*DECISIONS, "no verdict", "without"}
+    decisions = {*DECISIONS, "no verdict"}
     for words in {case.format(**logs) for pair in CASES.values() for case in pair}:
         result = planned(words)
         monkeypatch.setattr(command, "plan_of", lambda again, result=result: result)

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
 
 from megatron_fused_ce.losses import Pull
 from megatron_fused_ce.losses.label import CrossEntropy
 from megatron_fused_ce.scripts.runs import selfcheck
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(tmp_path, capsys):
@@ -32,3 +40,19 @@ def test_a_call_that_fails_is_wrong(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(CrossEntropy, "value", fail)
     status, out, _ = run(tmp_path, capsys)
     assert status == 1 and "RuntimeError: no kernel image is available" in out
+
+
+def test_without_triton(tmp_path, capsys, monkeypatch):
+    """A CPU needs none; on a GPU it is said once, not of a hundred calls."""
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['triton'] = None")
+    words = ["--device", "cpu", "--calls", "12", "--out", "found.json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_fused_ce", "selfcheck", *words],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0 and "12 calls against fp64, 0 wrong" in done.stdout, done.stderr
+    assert json.loads((tmp_path / "found.json").read_text())["calls"] == 12
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert selfcheck.main(["--out", str(tmp_path / "none.json")]) == 2
+    assert "pip install triton" in capsys.readouterr().err and not (tmp_path / "none.json").exists()
