@@ -88,9 +88,9 @@ def _no_grad_weight(head: Callable[[Any], Any], call: Any) -> Any:
     """As three calls, the one in the middle of a detached weight."""
     chunk, outputs = _middle(call), []
     for part in (slice(0, chunk.start), chunk, slice(chunk.stop, None)):
-        labels, weights = call.labels[:, part], call.token_weights
+        labels, weights = call.labels[:, part].contiguous(), call.token_weights
         weight = call.weight.detach() if part == chunk else call.weight
-        weights = weights if weights is None else weights[:, part]
+        weights = weights if weights is None else weights[:, part].contiguous()
         outputs.append(head(call._replace(
             hidden=call.hidden[part], weight=weight, labels=labels, token_weights=weights)))  # fmt: skip
     of_all = {name: torch.cat([out.outputs[name] for out in outputs], 1) for name in outputs[0].outputs}
@@ -234,7 +234,8 @@ def main(words: list[str]) -> int:
     source = results.made_by(results.device_name(), ["tests.same_training", *words])
     source["megatron"] = launches.full_version(options.megatron)
     source["launches"] = launch_all(options, options.runs or all_runs(options.device), more)
-    noise = [name for name in STOCK if name != REFERENCE and f"{name}-1" in source["launches"]]
+    trained = {run.rpartition("-")[0] for run, came in source["launches"].items() if came.startswith("ok")}
+    noise = [name for name in STOCK if name in trained and name != REFERENCE]
     found = compare.series_of(options.out, REFERENCE, "flag", noise)
     compare.report_series(found, options.out, source, Console(highlight=False, width=110), CAPTION)
     unseen = [name for name in found.pairs if name.startswith("planted") and found.is_within(name)]

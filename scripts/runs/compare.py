@@ -462,6 +462,12 @@ def series_of(folder: Path, reference: str, judged: str, noise: Sequence[str]) -
     return found
 
 
+def blocks_of(pairs: Sequence[Pair]) -> list[tuple[int, float]]:
+    """(last iteration, mean difference) of each half of LAST."""
+    blocks = [pairs[i : i + LAST // 2] for i in range(0, len(pairs), LAST // 2)]
+    return [(b[-1].iteration, statistics.fmean(p.other - p.reference for p in b)) for b in blocks]
+
+
 def rows_of_series(found: Series) -> list[Row]:
     return [
         {
@@ -471,9 +477,10 @@ def rows_of_series(found: Series) -> list[Row]:
             "differences": found.differences(name),
             "mean": found.mean(name),
             "within": found.is_within(name),
-            "iterations": [pair.iteration for pair in next(iter(of_seed.values()))],
-            "reference": [[pair.reference for pair in of_seed[seed]] for seed in sorted(of_seed)],
-            "other": [[pair.other for pair in of_seed[seed]] for seed in sorted(of_seed)],
+            "on_the_way": [blocks_of(of_seed[seed]) for seed in sorted(of_seed)],
+            "reference": [
+                statistics.fmean(p.reference for p in of_seed[seed][-LAST:]) for seed in sorted(of_seed)
+            ],
         }
         for name, of_seed in found.pairs.items()
     ]
@@ -490,9 +497,7 @@ def draw_series(found: Series, path: Path, caption: str = "") -> bool:
     for name, (dark, _) in zip(names, cycle(COLOURS), strict=False):
         at = names.index(name)
         for pairs in found.pairs[name].values() if name in named else ():
-            blocks = [pairs[i : i + LAST // 2] for i in range(0, len(pairs), LAST // 2)]
-            means = [statistics.fmean(p.other - p.reference for p in block) for block in blocks]
-            left.plot([block[-1].iteration for block in blocks], means, color=dark, lw=1)
+            left.plot(*zip(*blocks_of(pairs), strict=True), color=dark, lw=1)
         values = found.differences(name)
         right.plot(values, [at] * len(values), "o", color=dark, ms=4, alpha=0.6)
         right.plot([found.mean(name)], [at], "|", color=dark, ms=16, mew=2)
@@ -537,7 +542,12 @@ def report_series(found: Series, out: Path, source: Row, console: Console, capti
     console.print(shown)
     for note in found.notes:
         console.print(f"note: {note}", soft_wrap=True)
-    facts = {"verdict": found.verdict, "judged": found.judged, "noise": found.noise, "notes": found.notes}
+    facts: Row = {
+        "verdict": found.verdict,
+        "judged": found.judged,
+        "noise": found.noise,
+        "notes": found.notes,
+    }
     facts |= {"spread": found.spread, "bound": found.bound, "caption": caption}
     results.write(out / "compare_loss.json", rows_of_series(found), source | facts)
     draw_series(found, out / "compare_loss.png", caption)
@@ -804,15 +814,15 @@ def _launched_runs(given: argparse.Namespace, words: Sequence[str], console: Con
     launches = {"off": command.off(), "on": command.on()}
     if given.noise or given.seeds:
         launches["noise"] = command.other_stock()
+    records = []
+    names = dict(zip(("off", "on"), given.names or ("flag off", "flag on"), strict=True))
+    names["noise"] = f"{names['off']}, {'unfused' if LOSS_FUSION in launches['off'] else 'native'} loss"
     if given.seeds:
         launches = {
             f"{name}-{seed}": [*line, "--seed", str(seed)]
             for seed in given.seeds
             for name, line in launches.items()
         }
-    records = []
-    names = dict(zip(("off", "on"), given.names or ("flag off", "flag on"), strict=True))
-    names["noise"] = f"{names['off']}, {'unfused' if LOSS_FUSION in launches['off'] else 'native'} loss"
     for name, line in launches.items():
         folder = given.out / name
         with console.status(f"launch {name}") as status:
@@ -856,15 +866,16 @@ def main(words: list[str]) -> int:
     records = _launched_runs(given, launched, console) if given.launch else []
     device = results.device_name() if given.launch else ""
     source = results.made_by(device, ["compare", *words])
-    if given.paired or given.seeds:
+    if given.paired or (records and given.seeds):
         names = given.runs if given.paired else ["off", "on"]
         if len(names) != 2 or (given.paired and not given.against_noise):
-            raise UsageError("give two names of runs in RUNS, and others with --against-noise")
-        series = series_of(given.paired or given.out, *names, given.against_noise or ["noise"])
+            raise UsageError("with --paired give two names of runs in RUNS, and others with --against-noise")
+        noise = given.against_noise or ["noise"]
+        series = series_of(given.paired or given.out, names[0], names[1], noise)
         report_series(series, given.out, source, console)
         return STATUS[series.verdict]
-    reference, other, *noise = records or _given_runs(given)
-    found = compare(reference, other, noise[0] if noise else None, judge)
+    first, other, *noises = records or _given_runs(given)
+    found = compare(first, other, noises[0] if noises else None, judge)
     if not given.launch and Path(given.runs[0]).samefile(given.runs[1]):
         found.notes.insert(0, f"{given.runs[1]} is given twice: a run is compared with itself")
     report(found, judge, given.out, source, console)
