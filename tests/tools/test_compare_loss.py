@@ -13,13 +13,17 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from megatron_fused_ce.call import Call
 from megatron_fused_ce.command_line import UsageError
+from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.scripts.lib import launches, results
 from megatron_fused_ce.scripts.lib import logs as megatron_logs
 from megatron_fused_ce.scripts.lib.logs import GRAD_NORM, Point, read_logs
 from megatron_fused_ce.scripts.runs import compare as compare_loss
 from megatron_fused_ce.scripts.runs.compare import compare
+from tests import same_training
 from tests.support.checkouts import FAKE_PRETRAIN
 from tests.support.commands import run_here
 
@@ -310,6 +314,37 @@ def test_pairs_by_seed(tmp_path, what):
     assert found["flag"]["differences"][0] == pytest.approx(
         runs["flag"][0] * found["flag"]["reference"][0], abs=3e-7, rel=1e-2)  # fmt: skip
     assert "planted" not in found or not found["planted"]["within"]
+
+
+@pytest.mark.parametrize("name", ["no-grad-weight", "no-grad-hidden", "labels", "noise-0.1"])
+def test_what_is_planted(name):
+    """64 positions of two sequences: the chunk in the middle is 16 of them."""
+    make = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(*shape, generator=make) for shape in ((64, 2, 8), (32, 8)))
+    labels = torch.randint(32, (2, 64), generator=make)
+    call = Call(hidden.requires_grad_(), weight.requires_grad_(), labels)
+
+    def made(head):
+        loss = head(call).loss
+        return loss.detach(), *torch.autograd.grad(loss.sum(), (hidden, weight))
+
+    right = made(linear_cross_entropy)
+    wrong = made(lambda call: same_training.PLANTS[name](linear_cross_entropy, call))
+    differs = [(a - b).abs() > 1e-5 for a, b in zip(right, wrong, strict=True)]
+    tokens = differs[1].any(-1)
+    if name == "no-grad-hidden":
+        assert not wrong[1][32:48].any() and tokens.any(1).nonzero().flatten().tolist() == list(range(32, 48))
+    elif name == "no-grad-weight":
+        chunk = call._replace(hidden=hidden[32:48], labels=labels[:, 32:48].contiguous())
+        (lost,) = torch.autograd.grad(linear_cross_entropy(chunk).loss.sum(), weight)
+        assert torch.allclose(right[2] - lost, wrong[2], atol=1e-5)
+    elif name == "labels":
+        assert differs[0].sum() == 2  # the first token of a hundred, and of the last 28
+    else:
+        relative = (wrong[2] / right[2] - 1).flatten()
+        assert 0.08 < relative.std() < 0.12 and tokens.all()
+    untouched = {"no-grad-weight": (0, 1), "no-grad-hidden": (0, 2), "labels": (), "noise-0.1": (0,)}[name]
+    assert not any(differs[i].any() for i in untouched)
 
 
 # --- lines of the versions -----------------------------------------------------------------------
