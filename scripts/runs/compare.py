@@ -462,56 +462,43 @@ def series_of(folder: Path, reference: str, judged: str, noise: Sequence[str]) -
     return found
 
 
-def blocks_of(pairs: Sequence[Pair]) -> list[tuple[int, float]]:
-    """(last iteration, mean difference) of each half of LAST."""
-    blocks = [pairs[i : i + LAST // 2] for i in range(0, len(pairs), LAST // 2)]
-    return [(b[-1].iteration, statistics.fmean(p.other - p.reference for p in b)) for b in blocks]
-
-
 def rows_of_series(found: Series) -> list[Row]:
-    return [
-        {
+    """One a name; ``on_the_way``: (last iteration, mean difference) of each half of LAST."""
+    rows: list[Row] = []
+    for name, of_seed in found.pairs.items():
+        row: Row = {
             "shape": f"paired by seed with {found.reference}",
             "variant": name,
             "seeds": sorted(of_seed),
-            "differences": found.differences(name),
-            "mean": found.mean(name),
-            "within": found.is_within(name),
-            "on_the_way": [blocks_of(of_seed[seed]) for seed in sorted(of_seed)],
-            "reference": [
-                statistics.fmean(p.reference for p in of_seed[seed][-LAST:]) for seed in sorted(of_seed)
-            ],
         }
-        for name, of_seed in found.pairs.items()
-    ]
+        row |= {"differences": found.differences(name), "mean": found.mean(name)}
+        row |= {"within": found.is_within(name), "reference": [], "on_the_way": []}
+        for pairs in (of_seed[seed] for seed in row["seeds"]):
+            blocks = [pairs[i : i + LAST // 2] for i in range(0, len(pairs), LAST // 2)]
+            row["on_the_way"].append([(b[-1].iteration, mean_of_last(b)) for b in blocks])
+            row["reference"].append(statistics.fmean(pair.reference for pair in pairs[-LAST:]))
+        rows.append(row)
+    first = [found.judged, *found.noise]
+    return sorted(
+        rows,
+        key=lambda row: (first.index(row["variant"]) if row["variant"] in first else 9, abs(row["mean"])),
+    )
 
 
-def draw_series(found: Series, path: Path, caption: str = "") -> bool:
-    """The differences on the way, and of the last iterations beside the bound; False without matplotlib."""
-    plt = pictures.pyplot()
-    if plt is None:
-        return False
-    named = [found.judged, *found.noise]
-    names = named + sorted(found.pairs.keys() - {*named}, key=lambda name: abs(found.mean(name)))
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 2.4 + 0.3 * len(names)), layout="constrained")
-    for name, (dark, _) in zip(names, cycle(COLOURS), strict=False):
-        at = names.index(name)
-        for pairs in found.pairs[name].values() if name in named else ():
-            left.plot(*zip(*blocks_of(pairs), strict=True), color=dark, lw=1)
-        values = found.differences(name)
-        right.plot(values, [at] * len(values), "o", color=dark, ms=4, alpha=0.6)
-        right.plot([found.mean(name)], [at], "|", color=dark, ms=16, mew=2)
-        right.annotate(
-            f"{found.mean(name):+.1e}",
-            (1.01, at),
-            xycoords=("axes fraction", "data"),
-            va="center",
-            fontsize=8,
-        )
-        left.plot([], [], color=dark, label=name) if name in named else None
+def draw_series(found: Series, rows: Sequence[Row], path: Path, caption: str = "") -> None:
+    """The differences on the way, and of the last iterations beside the bound."""
+    if (plt := pictures.pyplot()) is None:
+        return
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 2.4 + 0.3 * len(rows)), layout="constrained")
+    for at, (row, (dark, _)) in enumerate(zip(rows, cycle(COLOURS), strict=False)):
+        for blocks in row["on_the_way"] if row["variant"] in (found.judged, *found.noise) else ():
+            label = row["variant"] if blocks is row["on_the_way"][0] else None
+            left.plot(*zip(*blocks, strict=True), color=dark, lw=1, label=label)
+        right.plot(row["differences"], [at] * len(row["seeds"]), "o", color=dark, ms=4, alpha=0.6)
+        right.plot([row["mean"]], [at], "|", color=dark, ms=16, mew=2)
     right.axvspan(-found.bound, found.bound, color="#d9d9d9", zorder=0)
-    right.set_xscale("symlog", linthresh=2 * found.bound or 1.0)
-    right.set_yticks(range(len(names)), names, fontsize=8)
+    right.set_xscale("symlog", linthresh=2 * found.bound)
+    right.set_yticks(range(len(rows)), [f"{row['variant']}  {row['mean']:+.1e}" for row in rows])
     right.invert_yaxis()
     right.set_xlabel(f"nats, mean of the last {LAST} iterations; a dot a seed, grey: the bound", fontsize=8)
     left.set_xlabel(f"iteration; means over {LAST // 2}", fontsize=8)
@@ -524,21 +511,22 @@ def draw_series(found: Series, path: Path, caption: str = "") -> bool:
     figure.suptitle(f"{found.judged} against {found.reference}, by seed: {found.verdict}", fontsize=10)
     figure.supxlabel(caption, fontsize=7, color="#525252")
     pictures.save(figure, path)
-    return True
 
 
 def report_series(found: Series, out: Path, source: Row, console: Console, caption: str = "") -> None:
     """Prints the table and the verdict, writes the picture and the figures."""
-    last = f"last {LAST} iterations, nats"
-    shown = tables.terminal(
-        f"less {found.reference} of the same seed, {last}", ["", "seeds", "mean", "bound", "each"]
+    rows, title = (
+        rows_of_series(found),
+        f"less {found.reference} of the same seed, last {LAST} iterations, nats",
     )
-    for name, of_seed in found.pairs.items():
-        each = " ".join(f"{difference:+.1e}" for difference in found.differences(name))
-        style = "" if found.is_within(name) else "red"
-        shown.add_row(
-            name, str(len(of_seed)), f"{found.mean(name):+.1e}", f"{found.bound:.1e}", each, style=style
-        )
+    shown = tables.terminal(title, ["", "mean", "bound", "of each seed"])
+    for row in rows:
+        cells = [
+            f"{row['mean']:+.1e}",
+            f"{found.bound:.1e}",
+            " ".join(f"{x:+.1e}" for x in row["differences"]),
+        ]
+        shown.add_row(row["variant"], *cells, style="" if row["within"] else "red")
     console.print(shown)
     for note in found.notes:
         console.print(f"note: {note}", soft_wrap=True)
@@ -549,8 +537,8 @@ def report_series(found: Series, out: Path, source: Row, console: Console, capti
         "notes": found.notes,
     }
     facts |= {"spread": found.spread, "bound": found.bound, "caption": caption}
-    results.write(out / "compare_loss.json", rows_of_series(found), source | facts)
-    draw_series(found, out / "compare_loss.png", caption)
+    results.write(out / "compare_loss.json", rows, source | facts)
+    draw_series(found, rows, out / "compare_loss.png", caption)
     console.print(found.verdict)
 
 
@@ -640,23 +628,16 @@ NOISE: dict[str, Any] = {"color": "#737373", "ls": ":", "lw": 1.4}
 
 
 def draw(found: Comparison, path: Path) -> bool:
-    """Curves over each other, their differences, the gradient norms' ratio; False without matplotlib."""
+    """The losses over each other, and their differences; False without matplotlib."""
     plt = pictures.pyplot()
     if plt is None:
         return False
     from matplotlib.ticker import MaxNLocator
 
     losses = [curve for curve in found.curves if curve.name != GRAD_NORM]
-    norms = [curve for curve in found.curves if curve.name == GRAD_NORM]
-    heights = [3, 2.2] + [1.4] * len(norms)
-    figure, panels = plt.subplots(
-        len(heights), 1, sharex=True, figsize=(8, 2 + sum(heights)), height_ratios=heights,
-        layout="constrained",
-    )  # fmt: skip
+    figure, panels = plt.subplots(2, 1, sharex=True, figsize=(8, 7.2), layout="constrained")
     _draw_losses(panels[0], losses)
     _draw_differences(panels[1], losses)
-    for norm in norms:
-        _draw_ratio(panels[2], norm)
     for axes in panels:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
@@ -730,17 +711,6 @@ def _plot_positive(axes: Any, pairs: Sequence[Pair], style: dict[str, Any]) -> N
         pair.difference if pair.difference and math.isfinite(pair.difference) else math.nan for pair in pairs
     ]
     axes.plot([pair.iteration for pair in pairs], values, marker=".", ms=4, **style)
-
-
-def _draw_ratio(axes: Any, norm: Curve) -> None:
-    pairs = [pair for pair in norm.pairs if pair.reference and math.isfinite(pair.difference)]
-    axes.plot(
-        [pair.iteration for pair in pairs],
-        [pair.other / pair.reference - 1 for pair in pairs],
-        color=COLOURS[0][0], marker=".", ms=4, lw=1,
-    )  # fmt: skip
-    axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 2), useOffset=False)
-    axes.set_ylabel("gradient norm,\nratio − 1")
 
 
 # --- command line ------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Real text as Megatron-LM reads it: sources and documentation of what is installed, tokenised on a CPU.
 
-    python -m scripts.runs.real_text --megatron ~/Megatron-LM --out build/text --megabytes 60
+    python -m scripts.runs.real_text --megatron ~/Megatron-LM --out build/text --megabytes 40
 
 Writes to --out: text.jsonl; tokenizer/, a byte-level BPE of it that Hugging Face's and Megatron's
 HuggingFaceTokenizer load; and by Megatron's own tools/preprocess_data.py real_text_document.bin and .idx, for
@@ -74,38 +74,23 @@ def main(words: list[str]) -> int:
     parser = Parser("python -m scripts.runs.real_text", __doc__ or "")
     add = parser.add_argument
     add("--megatron", type=Path, required=True, metavar="PATH", help="a Megatron-LM checkout")
-    add(
-        "--roots",
-        type=Path,
-        nargs="+",
-        metavar="PATH",
-        help="folders of text [Python's packages, /usr/share/doc]",
-    )
-    add("--megabytes", type=whole(), default=60, help="of text [60]")
+    add("--roots", type=Path, nargs="+", metavar="PATH", help="of text [Python's packages, /usr/share/doc]")
+    add("--megabytes", type=whole(), default=40, help="of text [40: 10.7 million tokens]")
     add("--vocab", type=whole(), default=65024, help="[65024]")
-    add("--workers", type=whole(), default=os.cpu_count() or 1)
     add("--out", type=Path, default=Path("build/text"))
     given = parser.parse_args(words)
     out = writable_folder(given.out.resolve())
+    out.mkdir(parents=True, exist_ok=True)
     installed = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib", "include")]
     roots = given.roots or [Path(path) for path in (*installed, "/usr/share/doc")]
     lines = out / "text.jsonl"
-    out.mkdir(parents=True, exist_ok=True)
     with open(lines, "w") as file:
         file.writelines(json.dumps({"text": text}) + "\n" for text in texts(roots, given.megabytes))
     train_tokenizer(lines, given.vocab, out / "tokenizer")
-    preprocess = [sys.executable, str(given.megatron / "tools" / "preprocess_data.py"), "--append-eod"]
-    preprocess += [
-        "--input",
-        str(lines),
-        "--output-prefix",
-        str(out / "real"),
-        "--workers",
-        str(given.workers),
-    ]
-    preprocess += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(out / "tokenizer")]
-    subprocess.run(preprocess, check=True)
-    return 0
+    preprocess = f"--append-eod --input {lines} --output-prefix {out / 'real'} --workers {os.cpu_count()}"
+    preprocess += f" --tokenizer-type HuggingFaceTokenizer --tokenizer-model {out / 'tokenizer'}"
+    script = given.megatron / "tools" / "preprocess_data.py"
+    return subprocess.run([sys.executable, script, *preprocess.split()]).returncode
 
 
 if __name__ == "__main__":
