@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from megatron_fused_ce.scripts.lib.logs import Figures
 
@@ -59,60 +57,3 @@ def loss_difference(ours: Figures, reference: Figures) -> float:
     return max(
         largest_relative_difference(ours.losses[name], values) for name, values in reference.losses.items()
     )
-
-
-# --- drift -----------------------------------------------------------------------------------
-
-#: The mean relative difference of a loss over a window that `compare` must see.
-DRIFT = 0.01
-#: Iterations of a window, at least, where the runs have so many.
-WINDOW = 100
-#: Of a window, into which the line of its differences and the noise around it are told apart.
-MOST_BLOCKS, FEWEST_BLOCKS = 10, 5
-#: Student's t at 0.995, by degrees of freedom.
-STUDENT = {3: 5.841, 4: 4.604, 5: 4.032, 6: 3.707, 7: 3.499, 8: 3.355}
-
-
-@dataclass(frozen=True)
-class Window:
-    """Mean signed relative difference over iterations ``first`` to ``last``, half of its 99 % interval."""
-
-    first: int
-    last: int
-    mean: float
-    half: float
-
-    def verdict(self, allowed: float = 0.0) -> str:
-        """``SAME``: the mean is surely below DRIFT. ``DIFFERENT``: surely above half of it. ``allowed``: what
-        two runs that are the same were seen to differ by, where that is more."""
-        size = abs(self.mean)
-        if size - self.half > max(DRIFT / 2, allowed):
-            return "DIFFERENT"
-        return "SAME" if size + self.half < max(DRIFT, allowed) else "INCONCLUSIVE"
-
-
-def windows(differences: Sequence[tuple[int, float]]) -> list[Window]:
-    """Windows without a gap, from the last iteration backwards, of (iteration, signed relative difference).
-
-    Rounding drives two runs apart, to either side; a fault drives them to one. Single differences hang
-    together over a few iterations, so the noise is that of blocks of them, around a line. What is too short
-    for a window of its own, at the start, is none; nothing below five differences.
-    """
-    found, end = [], len(differences)
-    for begin in range(len(differences) - FEWEST_BLOCKS, -1, -1):
-        covered = differences[end - 1][0] - (differences[begin - 1][0] if begin else 0)
-        long_enough = covered >= WINDOW or (begin == 0 and end == len(differences))
-        if end - begin >= FEWEST_BLOCKS and long_enough:
-            found.append(_window(differences[begin:end]))
-            end = begin
-    return found[::-1]
-
-
-def _window(differences: Sequence[tuple[int, float]]) -> Window:
-    count = min(MOST_BLOCKS, len(differences))
-    ends = [round(i * len(differences) / count) for i in range(count + 1)]
-    blocks = [statistics.fmean(x for _, x in differences[a:b]) for a, b in pairwise(ends)]
-    slope, start = statistics.linear_regression(range(count), blocks)
-    residual = math.sqrt(sum((x - start - slope * i) ** 2 for i, x in enumerate(blocks)) / (count - 2))
-    half = STUDENT[count - 2] * residual / math.sqrt(count)
-    return Window(differences[0][0], differences[-1][0], statistics.fmean(blocks), half)

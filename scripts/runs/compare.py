@@ -1,8 +1,10 @@
-"""Is it the same training? Two runs of Megatron-LM over each other, and a verdict.
+"""Is it the same training? Runs of Megatron-LM over each other, and a verdict.
 
     python -m megatron_fused_ce compare off.log on.log
     python -m megatron_fused_ce compare runs/off/tensorboard on.log --against-noise native.log
     python -m megatron_fused_ce compare --launch --noise -- torchrun --nproc-per-node 8 pretrain_gpt.py ...
+    python -m megatron_fused_ce compare --launch --seeds 1 2 3 -- torchrun ... pretrain_gpt.py ...
+    python -m megatron_fused_ce compare --paired RUNS unfused flag --against-noise native te
 
 The first run is the reference. Each is a log, a folder of logs or a TensorBoard folder, in any mix. With
 ``--launch`` the command after ``--`` is run as it is and with ``--fused-chunked-ce``, logs kept in --out.
@@ -16,9 +18,11 @@ gradient norms by their ratio, each over the first --first iterations and over a
     fixed bounds          as far as runs that are the same stood apart in this project's own launches,
                           in bf16 or in fp32, with some room (docs/tools.md).
 
-Bounds do not see runs that part slowly. So the mean difference of each loss over every 100 iterations (of a
-shorter run: over all) is held against 1 %, or twice what RUN has there. A mean that may be on either side,
-for the noise around it, makes the verdict INCONCLUSIVE: longer runs would tell.
+One pair can raise an alarm and no more: rounding drives two runs apart, too. Whether they train the same,
+runs of several seeds tell (--seeds, or folders RUNS/NAME-SEED with --paired). Each is held against the
+reference's of its seed, by the mean difference of the loss over the last 100 iterations. The mean of these
+over the seeds is at most twice the root mean square of what the runs of --against-noise differ by. Below
+three seeds, or three of those, the verdict is INCONCLUSIVE. Other names in RUNS are shown beside.
 
 A difference that the printed digits cannot tell, or of at most --atol, is none. nan in one run alone, a
 step skipped by one alone, or a training loss that one alone logs, is a difference.
@@ -31,6 +35,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -61,9 +66,7 @@ from megatron_fused_ce.scripts.lib.losses import (
     LOSS_RESOLUTION,
     YARDSTICK_FACTOR,
     Bounds,
-    Window,
     relative_difference,
-    windows,
 )
 from megatron_fused_ce.scripts.lib.results import Row
 
@@ -72,6 +75,11 @@ if TYPE_CHECKING:  # --help does without rich
     from rich.status import Status
     from rich.table import Table
 
+#: Iterations, at the end of runs, over which a difference is averaged.
+LAST = 100
+#: Mean relative difference over these that raises an alarm in one pair.
+DRIFT = 0.01
+FEWEST_SEEDS = 3
 STATUS = {"SAME": 0, "DIFFERENT": 1, "INCONCLUSIVE": 3}
 
 
@@ -92,11 +100,6 @@ class Pair:
     def difference(self) -> float:
         """Relative; inf where one alone is finite."""
         return relative_difference(self.other, self.reference, self.tolerance)
-
-    @property
-    def signed(self) -> float:
-        """The difference, below 0 where the other is less."""
-        return math.copysign(self.difference, self.other - self.reference)
 
 
 def paired(
@@ -179,32 +182,14 @@ class Curve:
 
     @property
     def mean_difference(self) -> float:
-        """Relative, with its sign, over the pairs that are finite; nan where none is."""
-        signed = [
-            (pair.other - pair.reference) / abs(pair.reference)
-            for pair in self.pairs
-            if math.isfinite(pair.other) and math.isfinite(pair.reference) and pair.reference
-        ]
-        return statistics.fmean(signed) if signed else math.nan
-
-    def drifts(self) -> list[tuple[str, Window]]:
-        """Each window of a loss with its verdict; none of the gradient norm, whose noise hides any drift."""
-        if self.name == GRAD_NORM:
-            return []
-        of_noise = windows(_signed(self.noise))
-        judged = []
-        for window in windows(_signed(self.pairs)):
-            beside = [abs(n.mean) for n in of_noise if n.first <= window.last and window.first <= n.last]
-            judged.append((window.verdict(YARDSTICK_FACTOR * max(beside, default=0.0)), window))
-        return judged
+        """Of the last iterations; relative, with its sign."""
+        return mean_of_last(self.pairs, relative=True)
 
     def problems(self) -> list[str]:
-        found = [
-            f"{self.name} drifts: {window.mean:+.1%} ± {window.half:.1%} over iterations {window.first} to "
-            f"{window.last}"
-            for outcome, window in self.drifts()
-            if outcome == "DIFFERENT"
-        ]
+        found, mean = [], self.mean_difference
+        allowed = max(DRIFT, YARDSTICK_FACTOR * abs(mean_of_last(self.noise, relative=True)))
+        if self.name != GRAD_NORM and abs(mean) > allowed:
+            found.append(f"{self.name} differs over the last {LAST} iterations: {mean:+.1%} on average")
         for words, difference, bound in (
             (f"by iteration {self.last_first}", self.first_difference, self.bounds.first),
             (f"at iteration {self.where}", self.difference, self.bounds.all),
@@ -216,8 +201,17 @@ class Curve:
         return found
 
 
-def _signed(pairs: Sequence[Pair]) -> list[tuple[int, float]]:
-    return [(pair.iteration, pair.signed) for pair in pairs if math.isfinite(pair.difference)]
+def mean_of_last(pairs: Sequence[Pair], *, relative: bool = False) -> float:
+    """Mean difference, with its sign, over the pairs of the last LAST iterations; nan where none is finite.
+
+    ``relative``: to the reference, and only of pairs that are finite.
+    """
+    last = [pair for pair in pairs if pair.iteration > pairs[-1].iteration - LAST]
+    if not relative:
+        return statistics.fmean(pair.other - pair.reference for pair in last) if last else math.nan
+    parts = [(p.other - p.reference) / abs(p.reference) for p in last if p.reference]
+    parts = [part for part in parts if math.isfinite(part)]
+    return statistics.fmean(parts) if parts else math.nan
 
 
 def largest(pairs: Sequence[Pair]) -> float | None:
@@ -235,10 +229,7 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        if self.problems:
-            return "DIFFERENT"
-        outcomes = [outcome for curve in self.curves for outcome, _ in curve.drifts()]
-        return "INCONCLUSIVE" if "INCONCLUSIVE" in outcomes else "SAME"
+        return "DIFFERENT" if self.problems else "SAME"
 
 
 @dataclass(frozen=True)
@@ -397,20 +388,158 @@ def _notes(found: Comparison) -> list[str]:
             f"no line covers the first iterations alone (until {losses[0].last_first}): judged is "
             "the whole; --log-interval 1 would tell more"
         )
-    for curve in losses:
-        notes += [
-            f"{curve.name} may drift: {window.mean:+.1%} ± {window.half:.1%} over iterations {window.first} "
-            f"to {window.last}; longer runs, or --against-noise, would tell"
-            for outcome, window in curve.drifts()
-            if outcome == "INCONCLUSIVE"
-        ]
-        if not curve.drifts():
-            notes.append(f"{curve.name} has too few points to tell a drift")
     for curve in found.curves:
         both = [p.iteration for p in curve.pairs if math.isnan(p.reference) and math.isnan(p.other)]
         if both:
             notes.append(f"{curve.name} is nan in both runs on {len(both)} lines, from {both[0]} on")
     return notes
+
+
+# --- runs of several seeds ---------------------------------------------------------------------
+
+
+@dataclass
+class Series:
+    """Differences from the reference by name and seed, in nats: means over the last LAST iterations."""
+
+    reference: str
+    judged: str
+    noise: tuple[str, ...]
+    pairs: dict[str, dict[int, list[Pair]]]  # of the loss, by name and seed
+    notes: list[str] = field(default_factory=list)
+
+    def differences(self, name: str) -> list[float]:
+        return [mean_of_last(pairs) for _, pairs in sorted(self.pairs.get(name, {}).items())]
+
+    def mean(self, name: str) -> float:
+        return statistics.fmean(self.differences(name))
+
+    @property
+    def spread(self) -> float:
+        """Root mean square of what runs that are the same differ by."""
+        of_noise = [difference for name in self.noise for difference in self.differences(name)]
+        return math.sqrt(statistics.fmean(x * x for x in of_noise)) if of_noise else math.nan
+
+    @property
+    def bound(self) -> float:
+        """At least what seven printed digits tell apart."""
+        size = max(abs(pair.reference) for pair in self.pairs[self.judged][min(self.pairs[self.judged])])
+        return max(YARDSTICK_FACTOR * self.spread, LOSS_RESOLUTION * size)
+
+    def is_within(self, name: str) -> bool:
+        return abs(self.mean(name)) <= self.bound
+
+    @property
+    def verdict(self) -> str:
+        num_noise = sum(len(self.differences(name)) for name in self.noise)
+        if len(self.differences(self.judged)) < FEWEST_SEEDS or num_noise < FEWEST_SEEDS:
+            return "INCONCLUSIVE"
+        return "SAME" if self.is_within(self.judged) else "DIFFERENT"
+
+
+def series_of(folder: Path, reference: str, judged: str, noise: Sequence[str]) -> Series:
+    """Of the runs FOLDER/NAME-SEED. Raises UsageError where one of the names has none that can be paired."""
+    runs: dict[str, dict[int, Record]] = {}
+    found = Series(reference, judged, tuple(noise), {})
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        if match := re.fullmatch(r"(.+)-(\d+)(?:\.log)?", path.name):
+            try:
+                runs.setdefault(match[1], {})[int(match[2])] = read_run(path, path.name)
+            except UsageError as error:
+                found.notes.append(f"left out: {error}")
+    ends = [record.iterations()[1] for of_seed in runs.values() for record in of_seed.values()]
+    for name, of_seed in runs.items():
+        for seed, record in of_seed.items():
+            beside = runs.get(reference, {}).get(seed)
+            if record.iterations()[1] < max(ends):
+                found.notes.append(f"left out: {record.name} ends at iteration {record.iterations()[1]}")
+            elif name != reference and beside and beside.iterations()[1] == max(ends):
+                loss = record.training_losses[0]
+                found.pairs.setdefault(name, {})[seed] = pairs_of(beside, record, loss)
+    if missing := [name for name in (judged, *noise) if name not in found.pairs]:
+        names = ", ".join(missing)
+        raise UsageError(f"{folder} has no runs NAME-SEED of {names} beside {reference} of the same seed")
+    return found
+
+
+def rows_of_series(found: Series) -> list[Row]:
+    """One a name; ``on_the_way``: (last iteration, mean difference) of each half of LAST."""
+    rows: list[Row] = []
+    for name, of_seed in found.pairs.items():
+        row: Row = {
+            "shape": f"paired by seed with {found.reference}",
+            "variant": name,
+            "seeds": sorted(of_seed),
+        }
+        row |= {"differences": found.differences(name), "mean": found.mean(name)}
+        row |= {"within": found.is_within(name), "reference": [], "on_the_way": []}
+        for pairs in (of_seed[seed] for seed in row["seeds"]):
+            blocks = [pairs[i : i + LAST // 2] for i in range(0, len(pairs), LAST // 2)]
+            row["on_the_way"].append([(b[-1].iteration, mean_of_last(b)) for b in blocks])
+            row["reference"].append(statistics.fmean(pair.reference for pair in pairs[-LAST:]))
+        rows.append(row)
+    first = [found.judged, *found.noise]
+    return sorted(
+        rows,
+        key=lambda row: (first.index(row["variant"]) if row["variant"] in first else 9, abs(row["mean"])),
+    )
+
+
+def draw_series(found: Series, rows: Sequence[Row], path: Path, caption: str = "") -> None:
+    """The differences on the way, and of the last iterations beside the bound."""
+    if (plt := pictures.pyplot()) is None:
+        return
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 2.4 + 0.3 * len(rows)), layout="constrained")
+    for at, (row, (dark, _)) in enumerate(zip(rows, cycle(COLOURS), strict=False)):
+        for blocks in row["on_the_way"] if row["variant"] in (found.judged, *found.noise) else ():
+            label = row["variant"] if blocks is row["on_the_way"][0] else None
+            left.plot(*zip(*blocks, strict=True), color=dark, lw=1, label=label)
+        right.plot(row["differences"], [at] * len(row["seeds"]), "o", color=dark, ms=4, alpha=0.6)
+        right.plot([row["mean"]], [at], "|", color=dark, ms=16, mew=2)
+    right.axvspan(-found.bound, found.bound, color="#d9d9d9", zorder=0)
+    right.set_xscale("symlog", linthresh=2 * found.bound)
+    right.set_yticks(range(len(rows)), [f"{row['variant']}  {row['mean']:+.1e}" for row in rows])
+    right.invert_yaxis()
+    right.set_xlabel(f"nats, mean of the last {LAST} iterations; a dot a seed, grey: the bound", fontsize=8)
+    left.set_xlabel(f"iteration; means over {LAST // 2}", fontsize=8)
+    left.set_ylabel(f"loss less {found.reference}'s of the same seed, nats", fontsize=8)
+    left.legend(fontsize=8, frameon=False)
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
+        axes.tick_params(labelsize=8)
+    figure.suptitle(f"{found.judged} against {found.reference}, by seed: {found.verdict}", fontsize=10)
+    figure.supxlabel(caption, fontsize=7, color="#525252")
+    pictures.save(figure, path)
+
+
+def report_series(found: Series, out: Path, source: Row, console: Console, caption: str = "") -> None:
+    """Prints the table and the verdict, writes the picture and the figures."""
+    rows, title = (
+        rows_of_series(found),
+        f"less {found.reference} of the same seed, last {LAST} iterations, nats",
+    )
+    shown = tables.terminal(title, ["", "mean", "bound", "of each seed"])
+    for row in rows:
+        cells = [
+            f"{row['mean']:+.1e}",
+            f"{found.bound:.1e}",
+            " ".join(f"{x:+.1e}" for x in row["differences"]),
+        ]
+        shown.add_row(row["variant"], *cells, style="" if row["within"] else "red")
+    console.print(shown)
+    for note in found.notes:
+        console.print(f"note: {note}", soft_wrap=True)
+    facts: Row = {
+        "verdict": found.verdict,
+        "judged": found.judged,
+        "noise": found.noise,
+        "notes": found.notes,
+    }
+    facts |= {"spread": found.spread, "bound": found.bound, "caption": caption}
+    results.write(out / "compare_loss.json", rows, source | facts)
+    draw_series(found, rows, out / "compare_loss.png", caption)
+    console.print(found.verdict)
 
 
 # --- what is written ---------------------------------------------------------------------------
@@ -452,7 +581,6 @@ def rows_of(found: Comparison) -> list[Row]:
             "difference": curve.difference,
             "at_iteration": curve.where,
             "mean_difference": curve.mean_difference,
-            "drifts": [{"verdict": outcome, **asdict(window)} for outcome, window in curve.drifts()],
             "iterations": [pair.iteration for pair in curve.pairs],
             "reference": [pair.reference for pair in curve.pairs],
             "other": [pair.other for pair in curve.pairs],
@@ -500,23 +628,16 @@ NOISE: dict[str, Any] = {"color": "#737373", "ls": ":", "lw": 1.4}
 
 
 def draw(found: Comparison, path: Path) -> bool:
-    """Curves over each other, their differences, the gradient norms' ratio; False without matplotlib."""
+    """The losses over each other, and their differences; False without matplotlib."""
     plt = pictures.pyplot()
     if plt is None:
         return False
     from matplotlib.ticker import MaxNLocator
 
     losses = [curve for curve in found.curves if curve.name != GRAD_NORM]
-    norms = [curve for curve in found.curves if curve.name == GRAD_NORM]
-    heights = [3, 2.2] + [1.4] * len(norms)
-    figure, panels = plt.subplots(
-        len(heights), 1, sharex=True, figsize=(8, 2 + sum(heights)), height_ratios=heights,
-        layout="constrained",
-    )  # fmt: skip
+    figure, panels = plt.subplots(2, 1, sharex=True, figsize=(8, 7.2), layout="constrained")
     _draw_losses(panels[0], losses)
     _draw_differences(panels[1], losses)
-    for norm in norms:
-        _draw_ratio(panels[2], norm)
     for axes in panels:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
@@ -592,17 +713,6 @@ def _plot_positive(axes: Any, pairs: Sequence[Pair], style: dict[str, Any]) -> N
     axes.plot([pair.iteration for pair in pairs], values, marker=".", ms=4, **style)
 
 
-def _draw_ratio(axes: Any, norm: Curve) -> None:
-    pairs = [pair for pair in norm.pairs if pair.reference and math.isfinite(pair.difference)]
-    axes.plot(
-        [pair.iteration for pair in pairs],
-        [pair.other / pair.reference - 1 for pair in pairs],
-        color=COLOURS[0][0], marker=".", ms=4, lw=1,
-    )  # fmt: skip
-    axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 2), useOffset=False)
-    axes.set_ylabel("gradient norm,\nratio − 1")
-
-
 # --- command line ------------------------------------------------------------------------------
 
 
@@ -613,7 +723,13 @@ def _parser() -> Parser:
     parser.add_argument("--out", type=Path, default=Path("build/compare_loss"))
     bounds = parser.add_argument_group("bounds")
     add = bounds.add_argument
-    add("--against-noise", metavar="RUN", help="another run that is the same as the reference")
+    add(
+        "--against-noise",
+        nargs="+",
+        default=[],
+        metavar="RUN",
+        help="others that are the same as the reference",
+    )
     add("--first", type=whole(), default=10, metavar="N", help="how many iterations are the first [10]")
     bound = number()
     add("--first-bound", type=bound, metavar="X", help="losses, relative [5e-4; fp32 1e-6]")
@@ -621,10 +737,18 @@ def _parser() -> Parser:
     add("--first-grad-norm-bound", type=bound, metavar="X", help="ratio - 1 [2e-2; fp32 1e-5]")
     add("--grad-norm-bound", type=bound, metavar="X", help="ratio - 1 over all iterations [0.5]")
     add("--atol", type=bound, default=0.0, metavar="X", help="a difference up to this is none [0]")
+    add("--paired", type=Path, metavar="RUNS", help="pair RUNS/NAME-SEED by seed; runs are given as names")
     launches = parser.add_argument_group("launches")
     add = launches.add_argument
     add("--launch", action="store_true", help="run the command after --, flag off and on")
     add("--noise", action="store_true", help="and once more with Megatron's native loss, as noise")
+    add(
+        "--seeds",
+        type=whole(),
+        nargs="+",
+        metavar="N",
+        help="three runs, with noise, of each seed; pair them",
+    )
     add("--timeout", type=seconds, default=NO_LIMIT, metavar="S", help="of one launch")
     return parser
 
@@ -643,7 +767,11 @@ def _given_runs(given: argparse.Namespace) -> list[Record]:
     """The reference, the other and, where there is one, the noise."""
     if len(given.runs) != 2:
         raise UsageError("give two runs: compare REFERENCE OTHER, or --launch -- COMMAND")
-    paths = [Path(path) for path in (*given.runs, *filter(None, [given.against_noise]))]
+    if len(given.against_noise) > 1:
+        raise UsageError(
+            "two runs are held against one of --against-noise; several seeds, with --paired, against more"
+        )
+    paths = [Path(path) for path in (*given.runs, *given.against_noise)]
     names = _names_of(paths)
     names[:2] = given.names or names[:2]
     return [read_run(path, name) for path, name in zip(paths, names, strict=True)]
@@ -654,17 +782,23 @@ def _launched_runs(given: argparse.Namespace, words: Sequence[str], console: Con
         raise UsageError("--launch makes the runs itself: give the command after --, and no run")
     command = Command.of(words)
     launches = {"off": command.off(), "on": command.on()}
-    if given.noise:
+    if given.noise or given.seeds:
         launches["noise"] = command.other_stock()
     records = []
     names = dict(zip(("off", "on"), given.names or ("flag off", "flag on"), strict=True))
     names["noise"] = f"{names['off']}, {'unfused' if LOSS_FUSION in launches['off'] else 'native'} loss"
+    if given.seeds:
+        launches = {
+            f"{name}-{seed}": [*line, "--seed", str(seed)]
+            for seed in given.seeds
+            for name, line in launches.items()
+        }
     for name, line in launches.items():
         folder = given.out / name
         with console.status(f"launch {name}") as status:
             launch(line, folder, given.timeout, partial(_show, status, name))
         console.print(f"launch {name}: done, logs in {folder}", soft_wrap=True)
-        records.append(read_run(folder, names[name]))
+        records.append(read_run(folder, names.get(name, name)))
     return records
 
 
@@ -686,7 +820,7 @@ def report(found: Comparison, judge: Judge, out: Path, source: Row, console: Con
     drawn = draw(found, out / "compare_loss.png")
     picture = "compare_loss.png and " if drawn else "no picture (matplotlib is not installed), "
     console.print(f"{out}: {picture}compare_loss.json", soft_wrap=True)
-    colour = {"SAME": "green", "DIFFERENT": "red", "INCONCLUSIVE": "yellow"}[found.verdict]
+    colour = "green" if found.verdict == "SAME" else "red"
     console.print(f"[{colour}]{found.verdict}[/{colour}]")
 
 
@@ -699,13 +833,22 @@ def main(words: list[str]) -> int:
     console = Console(highlight=False)
     judge = Judge(**{name: getattr(given, name) for name in Judge.__dataclass_fields__})
     writable_folder(given.out)
-    records = _launched_runs(given, launched, console) if given.launch else _given_runs(given)
-    reference, other, *noise = records
-    found = compare(reference, other, noise[0] if noise else None, judge)
+    records = _launched_runs(given, launched, console) if given.launch else []
+    device = results.device_name() if given.launch else ""
+    source = results.made_by(device, ["compare", *words])
+    if given.paired or (records and given.seeds):
+        names = given.runs if given.paired else ["off", "on"]
+        if len(names) != 2 or (given.paired and not given.against_noise):
+            raise UsageError("with --paired give two names of runs in RUNS, and others with --against-noise")
+        noise = given.against_noise or ["noise"]
+        series = series_of(given.paired or given.out, names[0], names[1], noise)
+        report_series(series, given.out, source, console)
+        return STATUS[series.verdict]
+    first, other, *noises = records or _given_runs(given)
+    found = compare(first, other, noises[0] if noises else None, judge)
     if not given.launch and Path(given.runs[0]).samefile(given.runs[1]):
         found.notes.insert(0, f"{given.runs[1]} is given twice: a run is compared with itself")
-    device = results.device_name() if given.launch else ""
-    report(found, judge, given.out, results.made_by(device, ["compare", *words]), console)
+    report(found, judge, given.out, source, console)
     return STATUS[found.verdict]
 
 

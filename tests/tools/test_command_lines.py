@@ -24,8 +24,8 @@ from megatron_fused_ce.plan import command as plan
 from megatron_fused_ce.plan import head_command
 from megatron_fused_ce.scripts.bench import cases, commits, peers, trained, whole_rows
 from megatron_fused_ce.scripts.demo import __main__ as demo
-from megatron_fused_ce.scripts.runs import compare, memory, pretrain, selfcheck, sweep
-from tests import soak
+from megatron_fused_ce.scripts.runs import compare, memory, pretrain, real_text, selfcheck, sweep
+from tests import same_training, soak
 
 ROOT = Path(__file__).resolve().parents[2]
 #: The most a refusal may take: most of it is Python's start.
@@ -46,6 +46,8 @@ READERS: dict[str, tuple[Parse, list[str]]] = {
     "bench.trained": (trained.main, ["operands.pt"]),
     "bench.whole_rows": (whole_rows.main, ["topk"]),
     "pretrain": (pretrain.main, ["--megatron", "nowhere"]),
+    "real_text": (real_text.main, ["--megatron", "nowhere"]),
+    "same_training": (same_training.main, ["--megatron", "nowhere", "--data", "nowhere"]),
     "soak": (soak.main, []),
     "demo": (demo.main, []),
 }
@@ -226,7 +228,7 @@ PAGES += sorted(path for path in (ROOT / "docs").rglob("*.md") if "benchmarks" n
 #: Module -> its name in READERS.
 OF_BENCH = ("bench", *(f"bench.{name}" for name in ("commits", "peers", "trained", "whole_rows")))
 MODULES = {f"scripts.{name}": name for name in (*OF_BENCH, "demo")}
-MODULES |= {f"scripts.runs.{name}": name for name in ("pretrain",)}
+MODULES |= {f"scripts.runs.{name}": name for name in ("pretrain", "real_text")}
 NOT_READ = {"autoload"} | {f"scripts.dev.{name}" for name in ("figures", "stacks", "sanitize", "known_forms")}
 
 

@@ -13,13 +13,17 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from megatron_fused_ce.call import Call
 from megatron_fused_ce.command_line import UsageError
+from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.scripts.lib import launches, results
 from megatron_fused_ce.scripts.lib import logs as megatron_logs
 from megatron_fused_ce.scripts.lib.logs import GRAD_NORM, Point, read_logs
 from megatron_fused_ce.scripts.runs import compare as compare_loss
 from megatron_fused_ce.scripts.runs.compare import compare
+from tests import same_training
 from tests.support.checkouts import FAKE_PRETRAIN
 from tests.support.commands import run_here
 
@@ -202,7 +206,7 @@ VERDICTS = {
     "off by a little": (
         (RUN.log(), changed(4).log()), "", 1, "lm loss differs by iteration 10: 1.0e-02, bound 5.0e-04"),
     "the noise's bound": (
-        (RUN.log(), changed(31, 0.35).log(), changed(30, 0.2).log()), "", 3, "!lm loss differs"),
+        (RUN.log(), changed(31, 0.35).log(), changed(30, 0.2).log()), "", 0, "!lm loss differs"),
     "beyond the noise's": (
         (RUN.log(), changed(31, 0.45).log(), changed(30, 0.2).log()), "", 1, "at iteration 31: 4.5e-01"),
     "a late noise excuses no early jump": (
@@ -214,15 +218,14 @@ VERDICTS = {
     "a nan in the noise": (
         (RUN.log(), changed(30).log(), SICK.log()), "", 1, "at iteration 30: 1.0e-02"),
     # drift; a first bound of 1 is none
-    "a drift": ((LONG, drifted(0.007).log()), "--first-bound=1", 1, "lm loss drifts: +0.7%"),
+    "a drift": (
+        (LONG, drifted(0.012).log()), "--first-bound=1", 1, "differs over the last 100 iterations: +1.2%"),
     "a drift as the noise's": ((LONG, drifted(0.02).log(), drifted(0.015).log()), "", 0, "SAME"),
     "apart from iteration 62 on, below every fixed bound": (
-        (trained(150).log(), drifted(0.09, 62, 150).log()), "", 1, "lm loss drifts: +"),
+        (trained(150).log(), drifted(0.09, 62, 150).log()), "", 1, "over the last 100 iterations: +"),
     "a spike": ((LONG, spiked(40, 45).log()), "--first-bound=1", 0, "SAME"),
     "noise": ((LONG, noisy(0.0).log()), "--first-bound=1", 0, "SAME"),
-    "noise and a drift": ((LONG, noisy(0.015).log()), "--first-bound=1", 1, "lm loss drifts: +1"),
-    "what noise hides": (
-        (LONG, noisy(0.01, 0.05).log()), "--bound=1 --first-bound=1", 3, "INCONCLUSIVE"),
+    "noise and a drift": ((LONG, noisy(0.015).log()), "--first-bound=1", 1, "100 iterations: +1"),
     # what is compared
     "other ranges": (
         (RUN.log(stop_after=30), RUN.log(begin=11)), "", 0,
@@ -270,6 +273,78 @@ def test_verdicts(tmp_path, no_picture, what):
     assert (said.removeprefix("!") in printed) != said.startswith("!"), printed
     if status != 2:
         assert done.stdout.splitlines()[-1] == {0: "SAME", 1: "DIFFERENT", 3: "INCONCLUSIVE"}[status]
+
+
+#: What the runs of three seeds, or fewer, are -> relative errors by name and seed, verdict, what is said.
+SERIES = {
+    "as far apart as others": ({"flag": (2e-3, -1e-3, 1e-3), "te": (-2e-3, 1e-3, 2e-3)}, "SAME", "!left out"),
+    "to one side": ({"flag": (5e-3, 4e-3, 5e-3), "te": (-2e-3, 1e-3, 2e-3)}, "DIFFERENT", ""),
+    "less than is printed": ({"flag": (2e-7, 2e-7, 0), "te": (0, 0, 0)}, "SAME", ""),
+    "more than is printed": ({"flag": (1e-5, 1e-5, 0), "te": (0, 0, 0)}, "DIFFERENT", ""),
+    "nan": ({"flag": (0, math.nan, 0), "te": (1e-3, 1e-3, 1e-3)}, "DIFFERENT", "nan"),
+    "two seeds": ({"flag": (1e-4, 1e-4), "te": (1e-3, 1e-3)}, "INCONCLUSIVE", ""),
+    "one ended early": (
+        {"flag": (1e-4, 1e-4, 1e-4), "te": (1e-3, 1e-3, 1e-3), "late": (None,)}, "SAME",
+        "left out: late-1 ends at iteration 120"),
+    "an error on purpose": (
+        {"flag": (1e-4, 1e-4, 1e-4), "te": (1e-3, 1e-3, 1e-3), "planted": (9e-3,)}, "SAME", "planted "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", SERIES)
+def test_pairs_by_seed(tmp_path, what):
+    """Whatever a seed does by itself, far more than what is looked for, is none of the difference."""
+    runs, verdict, said = SERIES[what]
+    for seed in (1, 2, 3):
+        losses = trained(140, seed).losses
+        for name, errors in ({"unfused": (0, 0, 0)} | runs).items():
+            if seed <= len(errors):
+                by = errors[seed - 1]
+                kept = {step: loss * (1 + (by or 0) if step > 40 else 1) for step, loss in losses.items()}
+                run = Trained(kept, dict.fromkeys(kept, 1.0))
+                (tmp_path / f"{name}-{seed}").mkdir()
+                text = run.log(end=140, stop_after=120 if by is None else None)
+                (tmp_path / f"{name}-{seed}" / "out.log").write_text(text)
+    words = [f"--paired={tmp_path}", "unfused", "flag", "--against-noise", "te", f"--out={tmp_path / 'out'}"]
+    done = run_here(compare_loss.main, *words)
+    assert done.returncode == compare_loss.STATUS[verdict] and verdict in done.stdout, done.stdout
+    assert (said.removeprefix("!") in done.stdout) != said.startswith("!"), done.stdout
+    found = rows(tmp_path)
+    assert found["te"]["seeds"] == list(range(1, 1 + len(runs["te"])))
+    assert found["flag"]["differences"][0] == pytest.approx(
+        runs["flag"][0] * found["flag"]["reference"][0], abs=3e-7, rel=1e-2)  # fmt: skip
+    assert "planted" not in found or not found["planted"]["within"]
+
+
+@pytest.mark.parametrize("name", ["no-grad-weight", "no-grad-hidden", "labels", "noise-0.1"])
+def test_what_is_planted(name):
+    """64 positions of two sequences: the chunk in the middle is 16 of them."""
+    make = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(*shape, generator=make) for shape in ((64, 2, 8), (32, 8)))
+    labels = torch.randint(32, (2, 64), generator=make)
+    call = Call(hidden.requires_grad_(), weight.requires_grad_(), labels)
+
+    def made(head):
+        loss = head(call).loss
+        return loss.detach(), *torch.autograd.grad(loss.sum(), (hidden, weight))
+
+    right = made(linear_cross_entropy)
+    wrong = made(lambda call: same_training.PLANTS[name](linear_cross_entropy, call))
+    differs = [(a - b).abs() > 1e-5 for a, b in zip(right, wrong, strict=True)]
+    tokens = differs[1].any(-1)
+    if name == "no-grad-hidden":
+        assert not wrong[1][32:48].any() and tokens.any(1).nonzero().flatten().tolist() == list(range(32, 48))
+    elif name == "no-grad-weight":
+        chunk = call._replace(hidden=hidden[32:48], labels=labels[:, 32:48].contiguous())
+        (lost,) = torch.autograd.grad(linear_cross_entropy(chunk).loss.sum(), weight)
+        assert torch.allclose(right[2] - lost, wrong[2], atol=1e-5)
+    elif name == "labels":
+        assert differs[0].sum() == 2  # the first token of a hundred, and of the last 28
+    else:
+        relative = (wrong[2] / right[2] - 1).flatten()
+        assert 0.08 < relative.std() < 0.12 and tokens.all()
+    untouched = {"no-grad-weight": (0, 1), "no-grad-hidden": (0, 2), "labels": (), "noise-0.1": (0,)}[name]
+    assert not any(differs[i].any() for i in untouched)
 
 
 # --- lines of the versions -----------------------------------------------------------------------
@@ -410,6 +485,8 @@ def test_the_files_that_it_writes(tmp_path, monkeypatch):
     ("words", "message"),
     [
         (["off.log"], "give two runs"),
+        (["--paired", "runs", "a"], "with --paired give two names"),
+        (["--paired", "runs", "a", "b", "--against-noise", "c"], "has no runs NAME-SEED of b, c beside a"),
         (["off.log", "nowhere.log"], "no file or folder"),
         (["off.log", "empty.log"], "has no iteration with a loss"),
         (["off.log", "noise.bin"], "has no iteration with a loss"),
@@ -486,8 +563,11 @@ def test_two_launches_of_its_own(tmp_path, no_picture):
     content = json.loads((tmp_path / "out" / "compare_loss.json").read_text())["made_by"]
     assert content["other"]["heads_fused"] == 12 and content["noise"]["last_iteration"] == 12
     # Again, into the same folder.
-    wrong = launched(tmp_path, "--wrong")
-    assert wrong.returncode == 1 and "lm loss differs" in wrong.stdout and not wrong.stderr
+    for options in ((), ("--seeds", "1", "2", "3")):
+        wrong = launched(tmp_path, "--wrong", options=options)
+        assert wrong.returncode == 1 and "DIFFERENT" in wrong.stdout and not wrong.stderr
+    record = json.loads((tmp_path / "out" / "on-2" / launches.RECORD).read_text())
+    assert record["command"].endswith("--fused-chunked-ce --seed 2")
 
 
 @pytest.mark.parametrize(
