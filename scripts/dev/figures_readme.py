@@ -37,6 +37,30 @@ class Results:
         return row
 
 
+#: Whole steps of one launch: label and variant of each row.
+STEPS, STEP_TOKENS = "2026-11-21-h200-longest-sequence", (16384, 65536, 131072)
+STEP_ROWS = (
+    ("**`--fused-chunked-ce`**", "auto"),
+    ("Transformer Engine's loss", "te-lifted"),
+    ("Megatron native fusion", "native"),
+    ("Megatron unfused", "unfused"),
+)
+
+
+def whole_steps() -> str:
+    """Tokens a second and peak of a process."""
+    file, lines = Results(STEPS), []
+    for label, variant in STEP_ROWS:
+        cells = []
+        for tokens in STEP_TOKENS:
+            row = file.row(variant=variant, T=tokens)
+            speed = f"{1e3 * tokens / row['time_ms']:,.0f}" if row["time_ms"] else "out of memory"
+            cells += [speed, f"{row['peak_mib'] / 1024:.1f}" if row["time_ms"] else ""]
+        lines.append([label, *cells])
+    head = [word for tokens in STEP_TOKENS for word in (f"{tokens}: tokens/s", "GiB")]
+    return tables.markdown(["sequence length", *head], lines) + "\n"
+
+
 #: The head alone on one H200, and on four with sequence parallelism.
 HEADS = (
     ("2026-11-21-h200-reach-llama3-8b", {"T": 32768, "tp": 1, "sp": False}),
@@ -97,4 +121,8 @@ def _inputs(row: Row) -> PlanInputs:
 
 def parts() -> dict[str, str]:
     """Text of every part, by the name in its comments."""
-    return {"speed and memory": speed_and_memory(), "plans": figures_plan.help_table()}
+    return {
+        "whole steps": whole_steps(),
+        "speed and memory": speed_and_memory(),
+        "plans": figures_plan.help_table(),
+    }
