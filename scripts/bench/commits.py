@@ -78,14 +78,6 @@ class Checkout:
             return turn(partial(Case("", run=run).step, problem), problem.world, warm=4, steps=steps)
 
 
-def check_checkout(folder: Path) -> None:
-    """Raises:
-    UsageError: it is none of this project.
-    """
-    if not (folder / PACKAGE / "__init__.py").is_file():
-        raise UsageError(f"{folder} is no checkout of this project: it has no {PACKAGE}")
-
-
 def both(old: Path) -> dict[str, Checkout]:
     """The other checkout and this one. From here on the package is that of a checkout, never the one that
     read the command line."""
@@ -135,7 +127,8 @@ def main(words: list[str]) -> int:
     add("--steps", type=whole(most=10**6), default=5, help="of a block, after a warm-up")
     add("--json", type=Path)
     given = parser.parse_args(words)
-    check_checkout(given.old)
+    if not (given.old / PACKAGE / "__init__.py").is_file():
+        raise UsageError(f"{given.old} is no checkout of this project: it has no {PACKAGE}")
     for name in given.strategies:
         parse_strategy(name)
     if given.json:

@@ -6,7 +6,6 @@ Both are about torch's ``ProcessGroupGloo``, seen with torch 2.13:
   operation's name into a string of the group's, and takes no lock for that
   (``ProcessGroupGloo::runLoop``). With names too long to be kept inside the string, two workers free
   one buffer: "malloc(): unaligned tcache chunk detected" or SIGSEGV, later, anywhere.
-  ``tests/support/gloo_race.py`` shows it with nothing but torch.
 - A worker gives back a finished collective's tensors after the collective is done. If Python has begun
   to end by then, taking the GIL ends the thread inside a destructor: SIGABRT after the last line.
 """
@@ -25,11 +24,6 @@ def use_one_thread() -> None:
 
     All ranks of a group launch its collectives in one order, so nothing waits for a second worker.
     """
-    use_threads(1)
-
-
-def use_threads(number: int) -> None:
-    """The same with any number: torch's own two and more show what is wrong with them."""
     import torch.distributed as dist
 
     gloo: Any = getattr(dist, "ProcessGroupGloo", None)
@@ -45,7 +39,7 @@ def use_threads(number: int) -> None:
             if asked is not None:
                 options._timeout = asked
             asked = options
-        asked._threads = number
+        asked._threads = 1
         as_made(self, store, rank, size, asked)
 
     gloo.as_torch_makes_it = as_made

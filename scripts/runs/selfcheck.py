@@ -18,7 +18,6 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from megatron_fused_ce.command_line import Parser, command, whole, writable_file
@@ -33,25 +32,23 @@ TIMED = {40: "llama-3-8b", 12: "qwen3-1.7b", 0: "2048x32064"}
 
 def wrong_calls(num_calls: int, device: Any) -> tuple[int, list[str]]:
     """How many calls were made, and those that are wrong or failed, in words."""
-    from megatron_fused_ce.scripts.bench import same
+    import torch
 
-    alone: Any = SimpleNamespace(rank=0, size=1, group=None, device=device)
-    kinds, wrong = ("plain", *same.KINDS), []
-    for seed, kind in zip(range(num_calls), itertools.cycle(kinds)):
-        inputs, of_call = same.drawn(seed, 1, device, kind)
+    from megatron_fused_ce.scripts.runs import random_calls as calls
+
+    wrong: list[str] = []
+    for seed, kind in zip(range(num_calls), itertools.cycle(calls.KINDS)):
+        inputs, options, weights = calls.drawn(seed, device, kind)
         dtype = inputs.hidden.dtype
-        words = f"call {seed}, {kind}, {dtype}, {of_call['options']}"
+        words = f"call {seed}, {kind}, {dtype}, {options}"
         try:
-            made = same.call(None, alone, kind, inputs, of_call)
+            made = calls.call(kind, inputs, options, weights)
         except Exception as error:  # of whatever this machine cannot do
             wrong.append(f"{words}: {type(error).__name__}: {error}")
             continue
-        true, eager = (same.exact(kind, inputs, of_call["options"], of) for of in (None, dtype))
-        names = ("output", "grad_hidden", "grad_weight")
-        plain = dict(zip(names, eager, strict=True))
-        of_eager = same.errors(plain, true, alone, False)
-        of_ours = same.errors(made, true, alone, False)
-        for name, ours, bound in zip(names, of_ours, of_eager, strict=False):
+        true, eager = (calls.exact(kind, inputs, options, of) for of in (torch.float64, dtype))
+        both = calls.errors(made, true), calls.errors(eager, true)
+        for name, ours, bound in zip(calls.NAMES, *both, strict=True):
             if not ours <= FACTOR * max(bound, ROUNDING[str(dtype)]):
                 wrong.append(f"{words}: {name} is off by {ours:.1e}, plain PyTorch by {bound:.1e}")
     return num_calls, wrong

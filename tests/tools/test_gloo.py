@@ -35,14 +35,6 @@ def test_groups_have_one_worker_thread(tmp_path):
     assert (done.returncode, done.stdout) == (0, "at exit\n"), done.stderr
 
 
-def test_collectives_under_way_together(forks, tmp_path):
-    """In one second two threads a group die now and then: scripts that make groups must not."""
-    words = ["-m", "tests.support.gloo_race", "--seconds", "1"]
-    status, told = forks.launch(words, tmp_path, ranks=range(2), WORLD_SIZE="2")
-    assert status == 0, told
-    assert len(re.findall("1 worker threads", told)) == 2, told
-
-
 def test_who_makes_gloo_groups_says_one_thread():
     made = re.compile(r"init_process_group\(\s*(\"gloo\"|backend|\"nccl\" if)")
     files = [
