@@ -11,20 +11,21 @@ The first run is the reference. Each is a log, a folder of logs or a TensorBoard
 
 A line of a log is a mean over the iterations since the last one, TensorBoard has every iteration: what
 is compared are means over the same iterations. Losses are judged by their largest relative difference,
-gradient norms by their ratio, each over the first --first iterations and over all, against
+gradient norms by their ratio, over the first --first iterations, against
 
     --against-noise RUN   twice what RUN, another run of the reference with other rounding (such as
                           Megatron's native fused loss), differs from the reference by; or
     fixed bounds          as far as runs that are the same stood apart in this project's own launches,
                           in bf16 or in fp32, with some room (docs/tools.md).
 
-One pair can raise an alarm and no more: rounding drives two runs apart, too. Whether they train the same,
+A loss that is off by 1 % on average over the last 100 (twice the noise, if that is more) is one too. One
+pair can raise an alarm and no more: rounding drives two runs apart, too. Whether they train the same,
 runs of several seeds tell (--seeds, or folders RUNS/NAME-SEED with --paired). Each is held against the
 reference's of its seed, by the mean difference of the loss over the last 100 iterations. The mean of these
 over the seeds is at most twice the root mean square of what the runs of --against-noise differ by. Below
 three seeds, or three of those, the verdict is INCONCLUSIVE. Other names in RUNS are shown beside.
 
-A difference that the printed digits cannot tell, or of at most --atol, is none. nan in one run alone, a
+A difference that the printed digits cannot tell is none. nan in one run alone, a
 step skipped by one alone, or a training loss that one alone logs, is a difference.
 
 Writes compare_loss.png and compare_loss.json to --out. Exit status: 0 the same, 1 different, 2 bad input,
@@ -59,13 +60,12 @@ from megatron_fused_ce.scripts.lib import pictures, results, tables
 from megatron_fused_ce.scripts.lib.launches import LOSS_FUSION, Command, launch, split_command
 from megatron_fused_ce.scripts.lib.logs import GRAD_NORM, Point, Record, read_run
 from megatron_fused_ce.scripts.lib.losses import (
-    FP32_GRAD_NORM_BOUNDS,
-    FP32_LOSS_BOUNDS,
-    GRAD_NORM_BOUNDS,
-    LOSS_BOUNDS,
+    FP32_GRAD_NORM_BOUND,
+    FP32_LOSS_BOUND,
+    GRAD_NORM_BOUND,
+    LOSS_BOUND,
     LOSS_RESOLUTION,
     YARDSTICK_FACTOR,
-    Bounds,
     relative_difference,
 )
 from megatron_fused_ce.scripts.lib.results import Row
@@ -102,16 +102,14 @@ class Pair:
         return relative_difference(self.other, self.reference, self.tolerance)
 
 
-def paired(
-    reference: Sequence[Point], other: Sequence[Point], *, alike: bool, atol: float = 0.0
-) -> list[Pair]:
+def paired(reference: Sequence[Point], other: Sequence[Point], *, alike: bool) -> list[Pair]:
     """In order. ``alike``: points whose first iteration is not known average alike in both."""
-    pairs = [_mean_pair(a, b, atol) for a, b in _same_iterations(reference, other)]
+    pairs = [_mean_pair(a, b) for a, b in _same_iterations(reference, other)]
     if alike:
         unknown = {point.last: point for point in other if point.first is None}
         for point in reference:
             if point.first is None and point.last in unknown:
-                pairs.append(_mean_pair([point], [unknown[point.last]], atol))
+                pairs.append(_mean_pair([point], [unknown[point.last]]))
     return sorted(pairs, key=lambda pair: pair.iteration)
 
 
@@ -134,10 +132,9 @@ def _same_iterations(
         yield groups[0], groups[1]
 
 
-def _mean_pair(reference: Sequence[Point], other: Sequence[Point], atol: float) -> Pair:
-    unit = max(point.unit for point in (*reference, *other))
+def _mean_pair(reference: Sequence[Point], other: Sequence[Point]) -> Pair:
     # 5.1 - 5.0 is a little more than 0.1.
-    tolerance = max(atol, unit * (1 + 1e-6))
+    tolerance = max(point.unit for point in (*reference, *other)) * (1 + 1e-6)
     return Pair(reference[0].first, reference[-1].last, _mean(reference), _mean(other), tolerance)
 
 
@@ -158,7 +155,7 @@ class Curve:
     pairs: list[Pair]
     last_first: int  # the last iteration that is one of the first
     noise: list[Pair] = field(default_factory=list)  # the reference's and another run's of the same
-    bounds: Bounds = LOSS_BOUNDS
+    bound: float = LOSS_BOUND
 
     def first_of(self, pairs: Sequence[Pair]) -> list[Pair]:
         return [pair for pair in pairs if pair.iteration <= self.last_first]
@@ -168,17 +165,9 @@ class Curve:
         return largest(self.first_of(self.pairs))
 
     @property
-    def noise_size(self) -> tuple[float | None, float | None]:
-        return largest(self.first_of(self.noise)), largest(self.noise)
-
-    @property
-    def difference(self) -> float | None:
-        return largest(self.pairs)
-
-    @property
-    def where(self) -> int:
-        """Iteration of the largest difference."""
-        return max(self.pairs, key=lambda pair: pair.difference).iteration
+    def worst(self) -> Pair:
+        """Of the largest difference."""
+        return max(self.pairs, key=lambda pair: pair.difference)
 
     @property
     def mean_difference(self) -> float:
@@ -190,14 +179,12 @@ class Curve:
         allowed = max(DRIFT, YARDSTICK_FACTOR * abs(mean_of_last(self.noise, relative=True)))
         if self.name != GRAD_NORM and abs(mean) > allowed:
             found.append(f"{self.name} differs over the last {LAST} iterations: {mean:+.1%} on average")
-        for words, difference, bound in (
-            (f"by iteration {self.last_first}", self.first_difference, self.bounds.first),
-            (f"at iteration {self.where}", self.difference, self.bounds.all),
-        ):
-            if difference is not None and not difference <= bound:
-                by = f"{difference:.1e}, bound {bound:.1e}"
-                by = "in one run alone it is not finite" if math.isinf(difference) else by
-                found.append(f"{self.name} differs {words}: {by}")
+        if math.isinf(self.worst.difference):
+            at = f"at iteration {self.worst.iteration}: in one run alone it is not finite"
+            found.append(f"{self.name} differs {at}")
+        elif (first := self.first_difference) is not None and not first <= self.bound:
+            by = f"by iteration {self.last_first}: {first:.1e}, bound {self.bound:.1e}"
+            found.append(f"{self.name} differs {by}")
         return found
 
 
@@ -238,37 +225,28 @@ class Judge:
 
     first: int = 10
     first_bound: float | None = None
-    bound: float | None = None
     first_grad_norm_bound: float | None = None
-    grad_norm_bound: float | None = None
-    atol: float = 0.0
 
-    def bounds(self, name: str, precisions: set[str], noise: tuple[float | None, float | None]) -> Bounds:
-        """``noise``: the largest difference of two runs that are the same, first and over all.
+    def bound(self, name: str, precisions: set[str], noise: float | None) -> float:
+        """Of a curve's first iterations; ``noise``: the largest difference of two runs that are the same.
 
-        A gradient norm's noise only widens its fixed bound for the first iterations: three digits behind
-        the point, as logged, are few, and its noise jumps more than the losses'.
+        A gradient norm's noise only widens its fixed bound: three digits behind the point, as logged, are
+        few, and its noise jumps more than the losses'.
         """
         is_loss, is_fp32 = name != GRAD_NORM, precisions == {"float32"}
-        given = (self.first_bound, self.bound)
-        usual, floor = LOSS_BOUNDS, LOSS_RESOLUTION
-        if is_fp32:
-            usual = FP32_LOSS_BOUNDS
-        if not is_loss:
-            given = (self.first_grad_norm_bound, self.grad_norm_bound)
-            usual = FP32_GRAD_NORM_BOUNDS if is_fp32 else GRAD_NORM_BOUNDS
-            floor = usual.first
-        first, whole = (
-            bound if own is None else max(YARDSTICK_FACTOR * own, floor)
-            for bound, own in zip((usual.first, usual.all), noise, strict=True)
-        )
-        return Bounds(first if given[0] is None else given[0], whole if given[1] is None else given[1])
+        given = self.first_bound if is_loss else self.first_grad_norm_bound
+        if given is not None:
+            return given
+        usual, exact = (LOSS_BOUND, FP32_LOSS_BOUND) if is_loss else (GRAD_NORM_BOUND, FP32_GRAD_NORM_BOUND)
+        usual = exact if is_fp32 else usual
+        least = LOSS_RESOLUTION if is_loss else usual
+        return usual if noise is None else max(YARDSTICK_FACTOR * noise, least)
 
 
 def compare(reference: Record, other: Record, noise: Record | None, judge: Judge = Judge()) -> Comparison:
     """Raises UsageError where the runs have no loss of the same iterations."""
     names = [name for name in reference.curves if name in other.curves]
-    pairs = {name: pairs_of(reference, other, name, judge.atol) for name in names}
+    pairs = {name: pairs_of(reference, other, name) for name in names}
     pairs = {name: found for name, found in pairs.items() if found}
     losses = [name for name in pairs if name in reference.training_losses]
     if not losses:
@@ -281,8 +259,9 @@ def compare(reference: Record, other: Record, noise: Record | None, judge: Judge
     for name, of_name in pairs.items():
         curve = Curve(name, of_name, last_first)
         if noise is not None:
-            found.notes += _add_noise(curve, reference, noise, judge.atol)
-        curve.bounds = judge.bounds(name, {reference.precision, other.precision}, curve.noise_size)
+            found.notes += _add_noise(curve, reference, noise)
+        precisions = {reference.precision, other.precision}
+        curve.bound = judge.bound(name, precisions, largest(curve.first_of(curve.noise)))
         found.curves.append(curve)
         found.problems += curve.problems()
     found.problems += _structure_problems(reference, other, losses)
@@ -291,9 +270,9 @@ def compare(reference: Record, other: Record, noise: Record | None, judge: Judge
     return found
 
 
-def pairs_of(reference: Record, other: Record, name: str, atol: float = 0.0) -> list[Pair]:
+def pairs_of(reference: Record, other: Record, name: str) -> list[Pair]:
     alike = reference.kind == other.kind and reference.fine_stamps == other.fine_stamps
-    return paired(reference.curves[name], other.curves[name], alike=alike, atol=atol)
+    return paired(reference.curves[name], other.curves[name], alike=alike)
 
 
 def _first_iteration(curve: Sequence[Point], pair: Pair) -> int:
@@ -313,19 +292,14 @@ def _nothing_shared(reference: Record, other: Record) -> str:
     return text
 
 
-def _add_noise(curve: Curve, reference: Record, noise: Record, atol: float) -> list[str]:
+def _add_noise(curve: Curve, reference: Record, noise: Record) -> list[str]:
     """What the noise differs from the reference by where it covers the curve; notes about the rest."""
-    shared = pairs_of(reference, noise, curve.name, atol) if curve.name in noise.curves else []
+    shared = pairs_of(reference, noise, curve.name) if curve.name in noise.curves else []
     begin, end = curve.pairs[0].iteration, curve.pairs[-1].iteration
     shared = [pair for pair in shared if begin <= pair.iteration <= end]
     curve.noise = [pair for pair in shared if math.isfinite(pair.difference)]
-    if not curve.noise:
-        return [f"{noise.name} has no {curve.name} of these iterations: fixed bounds hold for it"]
-    last = curve.noise[-1].iteration
-    if last == end:
-        return []
-    curve.pairs = [pair for pair in curve.pairs if pair.iteration <= last]
-    return [f"{curve.name} is judged until iteration {last}, where {noise.name} ends"]
+    missing = f"{noise.name} has no {curve.name} of these iterations: fixed bounds hold for it"
+    return [] if curve.noise else [missing]
 
 
 def _structure_problems(reference: Record, other: Record, losses: Sequence[str]) -> list[str]:
@@ -386,7 +360,7 @@ def _notes(found: Comparison) -> list[str]:
     if all(curve.first_difference is None for curve in losses):
         notes.append(
             f"no line covers the first iterations alone (until {losses[0].last_first}): judged is "
-            "the whole; --log-interval 1 would tell more"
+            "the mean of the last alone; --log-interval 1 would tell more"
         )
     for curve in found.curves:
         both = [p.iteration for p in curve.pairs if math.isnan(p.reference) and math.isnan(p.other)]
@@ -548,15 +522,14 @@ def report_series(found: Series, out: Path, source: Row, console: Console, capti
 def table(found: Comparison, first: int) -> Table:
     """Relative differences, each beside its bound; "mean" has its sign."""
     title = f"{found.other.name} against {found.reference.name}"
-    result = tables.terminal(title, ["", f"first {first}", "bound", "all", "bound", "at", "mean"])
+    result = tables.terminal(title, ["", f"first {first}", "bound", "all", "at", "mean"])
     for curve in found.curves:
         result.add_row(
             curve.name,
             _small(curve.first_difference),
-            "–" if curve.first_difference is None else _small(curve.bounds.first),
-            _small(curve.difference),
-            _small(curve.bounds.all),
-            str(curve.where) if curve.difference else "–",
+            "–" if curve.first_difference is None else _small(curve.bound),
+            _small(curve.worst.difference),
+            str(curve.worst.iteration) if curve.worst.difference else "–",
             f"{curve.mean_difference:+.1e}",
             style="red" if curve.problems() else "",
         )
@@ -575,11 +548,10 @@ def rows_of(found: Comparison) -> list[Row]:
         {
             "shape": f"{found.other.name} against {found.reference.name}",
             "variant": curve.name,
-            "bounds": asdict(curve.bounds),
-            "noise": curve.noise_size,
+            "bound": curve.bound,
             "first_difference": curve.first_difference,
-            "difference": curve.difference,
-            "at_iteration": curve.where,
+            "difference": curve.worst.difference,
+            "at_iteration": curve.worst.iteration,
             "mean_difference": curve.mean_difference,
             "iterations": [pair.iteration for pair in curve.pairs],
             "reference": [pair.reference for pair in curve.pairs],
@@ -659,7 +631,7 @@ def _legend(losses: Sequence[Curve], noise: Record | None) -> list[Any]:
         for curve, colours in zip(losses, cycle(COLOURS), strict=False)
     ]
     main = losses[0].name
-    lines.append(Line2D([], [], label=f"bounds of {main}: first iterations, all", **BOUND))
+    lines.append(Line2D([], [], label=f"bound of {main}'s first iterations", **BOUND))
     if any(not math.isfinite(p.reference + p.other) for curve in losses for p in curve.pairs):
         lines.append(Line2D([], [], label="nan or inf (below: reference)", **NOT_FINITE))
     if noise is not None and losses[0].noise:
@@ -699,8 +671,7 @@ def _draw_differences(axes: Any, curves: Sequence[Curve]) -> None:
     _plot_positive(axes, main.noise, NOISE)
     begin, end = main.pairs[0].iteration, main.pairs[-1].iteration
     if main.first_difference is not None:
-        axes.plot([begin, min(main.last_first, end)], [main.bounds.first] * 2, **BOUND)
-    axes.plot([begin, end], [main.bounds.all] * 2, **BOUND)
+        axes.plot([begin, min(main.last_first, end)], [main.bound] * 2, **BOUND)
     axes.set_yscale("log")
     axes.set_ylabel("relative difference")
 
@@ -719,7 +690,6 @@ def _plot_positive(axes: Any, pairs: Sequence[Pair], style: dict[str, Any]) -> N
 def _parser() -> Parser:
     parser = Parser("python -m megatron_fused_ce compare", __doc__ or "")
     parser.add_argument("runs", nargs="*", metavar="RUN", help="the reference, and the other run")
-    parser.add_argument("--names", nargs=2, metavar=("A", "B"), help="of the two [their paths' ends]")
     parser.add_argument("--out", type=Path, default=Path("build/compare_loss"))
     bounds = parser.add_argument_group("bounds")
     add = bounds.add_argument
@@ -733,10 +703,7 @@ def _parser() -> Parser:
     add("--first", type=whole(), default=10, metavar="N", help="how many iterations are the first [10]")
     bound = number()
     add("--first-bound", type=bound, metavar="X", help="losses, relative [5e-4; fp32 1e-6]")
-    add("--bound", type=bound, metavar="X", help="losses over all iterations, relative [0.1]")
     add("--first-grad-norm-bound", type=bound, metavar="X", help="ratio - 1 [2e-2; fp32 1e-5]")
-    add("--grad-norm-bound", type=bound, metavar="X", help="ratio - 1 over all iterations [0.5]")
-    add("--atol", type=bound, default=0.0, metavar="X", help="a difference up to this is none [0]")
     add("--paired", type=Path, metavar="RUNS", help="pair RUNS/NAME-SEED by seed; runs are given as names")
     launches = parser.add_argument_group("launches")
     add = launches.add_argument
@@ -772,9 +739,7 @@ def _given_runs(given: argparse.Namespace) -> list[Record]:
             "two runs are held against one of --against-noise; several seeds, with --paired, against more"
         )
     paths = [Path(path) for path in (*given.runs, *given.against_noise)]
-    names = _names_of(paths)
-    names[:2] = given.names or names[:2]
-    return [read_run(path, name) for path, name in zip(paths, names, strict=True)]
+    return [read_run(path, name) for path, name in zip(paths, _names_of(paths), strict=True)]
 
 
 def _launched_runs(given: argparse.Namespace, words: Sequence[str], console: Console) -> list[Record]:
@@ -785,7 +750,7 @@ def _launched_runs(given: argparse.Namespace, words: Sequence[str], console: Con
     if given.noise or given.seeds:
         launches["noise"] = command.other_stock()
     records = []
-    names = dict(zip(("off", "on"), given.names or ("flag off", "flag on"), strict=True))
+    names = {"off": "flag off", "on": "flag on"}
     names["noise"] = f"{names['off']}, {'unfused' if LOSS_FUSION in launches['off'] else 'native'} loss"
     if given.seeds:
         launches = {

@@ -23,8 +23,8 @@ from megatron_fused_ce.scripts.lib.launches import (
 from megatron_fused_ce.scripts.lib.launches import STOCK as STOCK_FLAGS
 from megatron_fused_ce.scripts.lib.logs import Figures
 from megatron_fused_ce.scripts.lib.losses import (
-    FP32_LOSS_BOUNDS,
-    LOSS_BOUNDS,
+    FP32_LOSS_BOUND,
+    LOSS_BOUND,
     YARDSTICK_FACTOR,
     loss_difference,
 )
@@ -117,8 +117,7 @@ class Launches:
     @property
     def loss_bound(self) -> float:
         """What a loss may differ from the stock launch's by, relative, where native differs by less."""
-        bounds = FP32_LOSS_BOUNDS if self._case.is_fp32 else LOSS_BOUNDS
-        return bounds.first
+        return FP32_LOSS_BOUND if self._case.is_fp32 else LOSS_BOUND
 
     @property
     def _case(self) -> Case:

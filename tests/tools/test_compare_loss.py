@@ -80,7 +80,10 @@ class Trained:
                     writer.add_scalar("lm loss", self.losses[step], step)
                     writer.add_scalar("lm loss vs samples", self.losses[step], 8 * step)
                     writer.add_scalar("grad-norm", self.norms[step], step)
+            file = Path(writer.file_writer.event_writer._file_name)
             writer.close()
+            # Of two of one second the one with the larger number is read last, as a string.
+            file.rename(folder / f"events.out.tfevents.{begin:04}")
 
         return write
 
@@ -139,7 +142,7 @@ def no_picture(monkeypatch):
     monkeypatch.setattr(compare_loss.pictures, "pyplot", lambda: None)
 
 
-EXACTLY = "--first-bound=0 --bound=0"
+EXACTLY = "--first-bound=0 --first=1000"
 
 
 @pytest.mark.parametrize("logs_first", [True, False], ids=["0.16 and newer", "0.15"])
@@ -154,7 +157,7 @@ def test_means_over_the_same_iterations_are_compared(tmp_path, no_picture, one, 
         assert set(same) == {"lm loss", GRAD_NORM} and same["lm loss"]["difference"] == 0
         assert len(same["lm loss"]["iterations"]) >= 40 // math.lcm(one or 1, two) - 2
     # A difference in one iteration is one of the mean that it is in.
-    assert compared(tmp_path / "worse", (reference, worse), "--bound=1e-3").returncode == 1
+    assert compared(tmp_path / "worse", (reference, worse), EXACTLY).returncode == 1
     assert rows(tmp_path / "worse")["lm loss"]["at_iteration"] in (33, 34, 35, 36, 40)
 
 
@@ -202,26 +205,19 @@ VERDICTS = {
     "fp32": ((FP32 + RUN.log(), FP32 + changed(5, 1e-5).log()), "", 1, "bound 1.0e-06"),
     "fp32 and bf16": ((FP32 + RUN.log(), BF16 + changed(5, 1e-5).log()), "", 0, "SAME"),
     "an own bound": ((RUN.log(), changed(4).log()), "--first-bound=0.02", 0, "SAME"),
-    "an absolute one": ((RUN.log(), changed(4).log()), "--atol=0.06", 0, "SAME"),
     "off by a little": (
         (RUN.log(), changed(4).log()), "", 1, "lm loss differs by iteration 10: 1.0e-02, bound 5.0e-04"),
-    "the noise's bound": (
-        (RUN.log(), changed(31, 0.35).log(), changed(30, 0.2).log()), "", 0, "!lm loss differs"),
-    "beyond the noise's": (
-        (RUN.log(), changed(31, 0.45).log(), changed(30, 0.2).log()), "", 1, "at iteration 31: 4.5e-01"),
     "a late noise excuses no early jump": (
         (RUN.log(), changed(5, 1e-4).log(), changed(30, 0.2).log()), "", 1,
         "lm loss differs by iteration 10: 1.0e-04, bound 1.0e-06"),
-    "a short noise": (
-        (RUN.log(), changed(30, 0.5).log(), changed(5, 1e-4).log(stop_after=20)), "", 0,
-        "lm loss is judged until iteration 20, where noise ends"),
     "a nan in the noise": (
-        (RUN.log(), changed(30).log(), SICK.log()), "", 1, "at iteration 30: 1.0e-02"),
+        (RUN.log(), changed(5).log(), Trained({**RUN.losses, 6: math.nan}, RUN.norms).log()), "", 1,
+        "lm loss differs by iteration 10: 1.0e-02"),
     # drift; a first bound of 1 is none
     "a drift": (
         (LONG, drifted(0.012).log()), "--first-bound=1", 1, "differs over the last 100 iterations: +1.2%"),
     "a drift as the noise's": ((LONG, drifted(0.02).log(), drifted(0.015).log()), "", 0, "SAME"),
-    "apart from iteration 62 on, below every fixed bound": (
+    "apart from iteration 62 on": (
         (trained(150).log(), drifted(0.09, 62, 150).log()), "", 1, "over the last 100 iterations: +"),
     "a spike": ((LONG, spiked(40, 45).log()), "--first-bound=1", 0, "SAME"),
     "noise": ((LONG, noisy(0.0).log()), "--first-bound=1", 0, "SAME"),
@@ -243,13 +239,12 @@ VERDICTS = {
         (LINE.format("0.002"), LINE.format("0.004")), "--first-grad-norm-bound=0", 1, "grad norm differs"),
     "every digit of the CPU harness": (
         (EXACT.format(5.53793219) + LINE.format(2.586), EXACT.format(5.53793218) + LINE.format(2.586)),
-        EXACTLY, 1, "lm loss differs by iteration 10: 1.8e-09"),
+        EXACTLY, 1, "lm loss differs by iteration 1000: 1.8e-09"),
     # TensorBoard
     "every fifth iteration beside means": (
         (RUN.tensorboard(interval=5), RUN.log(5)), "", 2, "--tensorboard-log-interval 1"),
     "every fifth iteration of both": (
-        (RUN.tensorboard(interval=5), changed(30).tensorboard(interval=5)), "--bound=1e-3", 1,
-        "lm loss differs at iteration 30: 1.0e-02, bound 1.0e-03"),
+        (RUN.tensorboard(interval=5), changed(30).tensorboard(interval=5)), EXACTLY, 1, ": 1.0e-02, bound 0"),
     "a restart in TensorBoard": (
         (RESUMED.tensorboard(end=30),
          lambda folder: [run(folder) for run in (LOST.tensorboard(end=37), RUN.tensorboard(21, 30))]),
@@ -431,17 +426,16 @@ def of_figures(figures, loss_factor=1.0, norm_factor=1.0):
 
 def test_bounds_on_the_committed_launches():
     """Each is the same training; a loss or a gradient norm that is off by little is not."""
-    apart = collections.defaultdict[tuple[bool, str], float](float)
+    apart = collections.defaultdict[bool, float](float)
     cases = [(label, runs) for label, runs in committed_launches() if "unfused" in runs]
     assert len(cases) >= 6 and sum("native" in runs for _, runs in cases) >= 4
     for label, runs in cases:
         reference = of_figures(runs.pop("unfused"))
         native = of_figures(runs["native"]) if "native" in runs else None
         for name, figures in runs.items():
-            found = compare(reference, of_figures(figures), None)
-            for curve in found.curves:
-                for part, size in (("first", curve.first_difference), ("all", curve.difference)):
-                    apart[curve.name != GRAD_NORM, part] = max(apart[curve.name != GRAD_NORM, part], size)
+            for curve in compare(reference, of_figures(figures), None).curves:
+                is_loss = curve.name != GRAD_NORM
+                apart[is_loss] = max(apart[is_loss], curve.first_difference)
             for noise in ([None, native] if native else [None]) if name != "native" else []:
                 assert compare(reference, of_figures(figures), noise).verdict == "SAME", (label, name)
                 # 2e-3 of ln 2 is 1.4e-3 of a bit; a forgotten factor of the head's gradient moves the norm by
@@ -449,13 +443,7 @@ def test_bounds_on_the_committed_launches():
                 for wrong in (of_figures(figures, 1.002), of_figures(figures, 1.0, 1.05)):
                     assert compare(reference, wrong, noise).verdict == "DIFFERENT", (label, name)
     # The figures that stand beside the fixed bounds in the source, and in docs/tools.md.
-    wanted = {
-        (True, "first"): 3.0e-4,
-        (True, "all"): 6.0e-2,
-        (False, "first"): 4.8e-3,
-        (False, "all"): 1.8e-1,
-    }
-    assert apart == pytest.approx(wanted, rel=0.05)
+    assert apart == pytest.approx({True: 3.0e-4, False: 4.8e-3}, rel=0.05)
 
 
 # --- the command ---------------------------------------------------------------------------------
@@ -468,10 +456,10 @@ def test_the_files_that_it_writes(tmp_path, monkeypatch):
     monkeypatch.setattr(
         compare_loss.pictures, "save", lambda figure, path: (saved.append(figure), save(figure, path))
     )
-    done = compared(tmp_path, (RUN.log(), changed(22, 1e-4).log()), "--names off on")
+    done = compared(tmp_path, (RUN.log(), changed(22, 1e-4).log()))
     assert done.returncode == 0, done.stdout + done.stderr
     curve = rows(tmp_path)["lm loss"]
-    assert (curve["shape"], curve["verdict"], curve["at_iteration"]) == ("on against off", "SAME", 22)
+    assert (curve["shape"], curve["verdict"], curve["at_iteration"]) == ("b against a", "SAME", 22)
     assert curve["difference"] == pytest.approx(1e-4, rel=0.01)
     assert {file.name for file in (tmp_path / "out").iterdir()} == {"compare_loss.json", "compare_loss.png"}
     assert (tmp_path / "out" / "compare_loss.png").read_bytes().startswith(b"\x89PNG")
