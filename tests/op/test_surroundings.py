@@ -31,7 +31,7 @@ from megatron_fused_ce.scripts.lib.reference import make_inputs, relative_error
 from megatron_fused_ce.several_labels import SeveralLabels
 from megatron_fused_ce.wgrad import InPlaceGradWeight, Later
 from tests.support.distillation import KINDS, fused, make_problem
-from tests.support.op import STRATEGIES, leaves, run
+from tests.support.op import STRATEGIES, at_odd_offset, leaves, run
 from tests.support.problems import same_bits
 
 SIZES = {"s": 6, "b": 2, "hidden_size": 16, "vocab": 24}
@@ -194,7 +194,7 @@ def changes_of(args: Call) -> dict[str, dict[str, Any]]:
             changes["other_targets"][f"{field}, {how}"] = replace(beside, **{field: value})
     changes |= {
         "sequence_parallel": {"on": True},
-        "vocab_start": {"0": 0, "True": True},
+        "vocab_start": {"0": 0, "1": 1, "True": True},
         "outputs": {"lse": ("lse",)},
         "differentiable": {"lse": ("lse",)},
         "temperature": {"1": 1, "2.0": 2.0, "per token": args.token_weights},
@@ -244,6 +244,10 @@ def test_every_field_of_the_arguments_is_in_the_key(device):
             seen[key] = f"{name}, {how}"
     with torch.no_grad():
         assert call._key(args) not in seen
+    hidden, weight = (at_odd_offset(operand) for operand in (args.hidden, args.weight))
+    elsewhere = ({"hidden": hidden}, {"weight": weight}, {"hidden": hidden, "weight": weight})
+    keys = {call._key(args), *(call._key(args._replace(**given)) for given in elsewhere)}
+    assert len(keys) == 4, "each may be one that TMA cannot load"
     beside = changes["other_targets"]["label_weights, a number"]
     annealed = replace(beside, label_weights=0.25)
     assert call._key(args._replace(other_targets=annealed)) == call._key(args._replace(other_targets=beside))
