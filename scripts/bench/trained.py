@@ -15,15 +15,13 @@ autocast over fp32 weights, AdamW, this package's loss. Written: ``hidden [T, H]
 from __future__ import annotations
 
 import argparse
-import hashlib
 import math
 import os
-import random
 import sys
 import sysconfig
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -43,37 +41,15 @@ from megatron_fused_ce.command_line import (
     whole,
     writable_file,
 )
+from megatron_fused_ce.scripts.runs.real_text import texts
 
-SUFFIXES = (".py", ".pyi", ".md", ".rst", ".txt", ".h", ".hpp", ".cuh")
 PLACES = ["/usr/lib", "/usr/include", "/usr/share/doc", "/usr/local/cuda/include"]
 PLACES += [sysconfig.get_path("stdlib"), *(folder for folder in sys.path if folder.endswith("-packages"))]
-FILE_BYTES = range(256, 1 << 20)
 HELD_OUT = 50  # one file in so many
 HEAD_SIZE = 64
 UNCOUNTED = 3  # steps: they compile
 
 # --- text and tokens -------------------------------------------------------------------------
-
-
-def texts(places: Sequence[str], megabytes: float) -> list[str]:
-    """Files below ``places`` in a random order (fixed seed), each content once, up to so many bytes."""
-    walks = (walk for place in set(map(os.path.realpath, places)) for walk in os.walk(place))
-    files = {os.path.join(folder, name) for folder, _, names in walks for name in names}
-    paths = sorted(path for path in files if path.endswith(SUFFIXES))
-    random.Random(0).shuffle(paths)
-    found, size = dict[bytes, str](), 0
-    for path in paths:
-        try:
-            raw = Path(path).read_bytes() if os.path.getsize(path) in FILE_BYTES else b""
-            text, digest = raw.decode(), hashlib.sha256(raw).digest()
-        except (OSError, UnicodeDecodeError):
-            continue
-        if raw and digest not in found:
-            found[digest] = text
-            size += len(raw)
-        if size > megabytes * 1e6:
-            break
-    return [*found.values()]
 
 
 def learn_tokens(sample: list[str], vocab: int) -> Callable[[list[str]], Tensor]:
@@ -210,7 +186,8 @@ def main(words: list[str]) -> int:
     if on_gpu := given.device == "cuda":
         require_gpus(1, "--device cpu tries it without, slowly")
         import_module("torch._dynamo").config.suppress_errors = True  # then it runs uncompiled
-    found = texts(given.text, given.megabytes)
+    places = [Path(place) for place in set(map(os.path.realpath, given.text))]
+    found = list(texts(places, given.megabytes))
     held = found[::HELD_OUT]
     del found[::HELD_OUT]
     say(f"{len(found)} files to learn from, {len(held)} held out")

@@ -18,7 +18,7 @@ from megatron_fused_ce.scripts.runs.sweep_rows import (
     Row,
     cells_on_front,
     recommend,
-    timed,
+    with_peaks,
 )
 
 TITLES = {"head": "Training step: forward and backward", "pretrain": "Training iteration of the launch"}
@@ -147,7 +147,7 @@ def _table(result: SweepResult) -> str:
 
 
 def write(result: SweepResult, out: Path) -> list[str]:
-    """Names of what was written, and why there is no picture: no matplotlib, or nothing was timed."""
+    """Names of what was written, and why there is no picture: no matplotlib, or no peaks."""
     best = result.recommendation
     source = result.facts | {"reference": result.reference, "tolerance": result.tolerance}
     source["recommended"] = best and {"flags": best.flags, "why": best.why}
@@ -155,8 +155,8 @@ def write(result: SweepResult, out: Path) -> list[str]:
     rows = [{"shape": shape, "variant": row.cell.name, **asdict(row)} for row in result.rows]
     results.write(out / "sweep.json", rows, source)
     write_whole(out / "sweep.md", markdown(result))
-    picture = "no picture (nothing was timed)"
-    if timed(result.rows):
+    picture = "no picture (no peak is known)"
+    if with_peaks(result.rows):
         drawn = draw(result, out / "sweep.png")
         picture = "sweep.png" if drawn else "no picture (matplotlib is not installed)"
     return ["sweep.json", "sweep.md", picture]
@@ -178,17 +178,13 @@ def read(path: Path) -> SweepResult:
 
 
 def draw(result: SweepResult, path: Path) -> bool:
-    """Peak over time, or time over chunks without peaks. False without matplotlib."""
+    """Peak over time of the rows that have both. False without matplotlib."""
     plt = pictures.pyplot()
     if plt is None:
         return False
     figure, axes = plt.subplots(figsize=(7, 4.8), layout="constrained")
-    rows = timed(result.rows)
-    known = [row for row in rows if row.peak_mib is not None]
-    if known:
-        _draw_front(axes, known)
-    else:
-        _draw_times(axes, rows)
+    known = with_peaks(result.rows)
+    _draw_front(axes, known)
     axes.set_title(TITLES[result.facts["what"]], fontsize=10)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
@@ -259,26 +255,3 @@ def _label_points(axes: Any, rows: Sequence[Row]) -> None:
 
 def _overlap(one: Box, other: Box) -> bool:
     return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
-
-
-def _draw_times(axes: Any, rows: Sequence[Row]) -> None:
-    counted = [row for row in rows if row.num_chunks is not None]
-    for strategy in dict.fromkeys(row.strategy for row in counted):
-        points = [row for row in counted if row.strategy == strategy]
-        axes.plot(
-            [row.num_chunks for row in points], [row.time_ms for row in points], "o-",
-            color=COLOURS[strategy], label=strategy,
-        )  # fmt: skip
-    uncounted = [row for row in rows if row.num_chunks is None]
-    for i, row in enumerate(uncounted):
-        # Where times agree, the dashes of each stand in the gaps of the others; above the chunks' lines.
-        dashes = (6 * i, (5, 6 * len(uncounted) - 5))
-        axes.axhline(
-            row.time_ms, color=COLOURS[row.strategy], ls=dashes, lw=1.6, label=row.strategy, zorder=3
-        )
-    counts = sorted({row.num_chunks for row in counted if row.num_chunks is not None})
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(counts, [str(count) for count in counts])
-    axes.set_xlabel("chunks")
-    axes.set_ylabel("ms an iteration")
-    axes.set_ylim(0, 1.2 * max(row.time_ms or 0.0 for row in rows))

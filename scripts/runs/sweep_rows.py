@@ -113,9 +113,14 @@ def timed(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row.status == OK and row.ratio is not None]
 
 
+def with_peaks(rows: Sequence[Row]) -> list[Row]:
+    """Of those the ones whose peak is known: Megatron on a CPU has none."""
+    return [row for row in timed(rows) if row.peak_mib is not None]
+
+
 def cells_on_front(rows: Sequence[Row]) -> set[Cell]:
     """None where no peak is known."""
-    known = [row for row in timed(rows) if row.peak_mib is not None]
+    known = with_peaks(rows)
     points = [(row.ratio or 0.0, row.peak_mib or 0.0) for row in known]
     return {known[i].cell for i in pareto_front(points)}
 
