@@ -105,17 +105,6 @@ def test_pretrain_gpt_under_fsdp(checkout, tmp_path):
         assert losses_apart <= 1e-6 and norms_apart <= 1e-5
 
 
-#: What no other flag may hide: the first iteration, fp16's skipped steps (the scale overflows at once),
-#: the re-run machine on (Megatron's default) and off, each optimizer.
-UNDER = {
-    "fp32": "",
-    "re-run machine off": "--rerun-mode disabled",
-    "fp16, steps skipped": "--fp16 --initial-loss-scale 1e15 --min-loss-scale 1e14",
-    "bf16, distributed optimizer": "--bf16 --use-distributed-optimizer",
-    "multi-token prediction": "--mtp-num-layers 1",
-}
-
-
 def launch(checkout, tmp_path, script, *flags, case="plain", num_ranks=None):
     """Two iterations of a case (plain: TP 2) by ``script``, unless ``flags`` say otherwise."""
     case = cpu_case(case)
@@ -142,28 +131,6 @@ def launch(checkout, tmp_path, script, *flags, case="plain", num_ranks=None):
     return subprocess.run(
         command, cwd=tmp_path, env={**os.environ, **settings}, capture_output=True, text=True
     )
-
-
-@on_checkouts
-@pytest.mark.parametrize("under", UNDER)
-def test_pretrain_gpt_grad_in_forward_with_another_loss(tmp_path, checkout, under):
-    """One token of pretrain_gpt.py's loss counts twice: it trains as ``recompute``, and says so once."""
-    source = (Path(checkout) / "pretrain_gpt.py").read_text()
-    sum_of_losses = "torch.sum(losses * loss_mask)"
-    assert source.count(sum_of_losses) == 1
-    script = tmp_path / "pretrain_gpt.py"
-    script.write_text(source.replace(sum_of_losses, f"{sum_of_losses} + losses[3]"))
-    losses_of = {}
-    for strategy in ("recompute", "grad_in_forward"):
-        flags = GRAD_IN_FORWARD.replace("grad_in_forward", strategy).split()
-        run = launch(checkout, tmp_path, script, *UNDER[under].split(), *flags)
-        output = run.stdout + run.stderr
-        assert run.returncode == 0, output[-3000:]
-        losses_of[strategy] = [line["lm loss"] for line in exact(output)]
-        assert output.count("is not a scalar times the token weights") == (strategy == "grad_in_forward")
-    assert len(losses_of["recompute"]) == 2
-    rel = 1e-6 if "16" not in under else 1e-3
-    assert losses_of["grad_in_forward"] == pytest.approx(losses_of["recompute"], rel=rel)
 
 
 def exact(output):

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import time
-
 import pytest
 
-from tests.support import lost, torchrun
+from tests.support import lost
 from tests.support.lost import PHASES, TIMEOUT_S, Case
 from tests.support.op import STRATEGIES
 from tests.support.pairs import generate
-from tests.support.ranks import ROOT, VARIABLES, RankProcesses
+from tests.support.ranks import RankProcesses
 
 #: What gloo says of a connection that the other end has closed, and of one that it has waited on.
 GONE = ("closed by peer", "reset by peer", "Broken pipe")
@@ -72,25 +67,3 @@ def test_a_rank_that_stays(tmp_path, strategy, phase, sp):
     assert stayed.kind == "returned", stayed.value
     assert TIMEOUT_S / 2 < seen["seconds"] < TIMEOUT_S + MARGIN_S
     assert any(words in seen["error"] for words in LATE), seen["error"]
-
-
-@pytest.mark.rest
-@pytest.mark.skipif(torchrun.IS_RANK, reason="starts torchrun itself")
-def test_a_launch_ends():
-    """Under torchrun: status 1, and the rank that was lost is named."""
-    began = time.monotonic()
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", str(lost.SIZE), "-m", "tests.support.lost"),
-            *("killed", "backward", "store", "True"),
-        ],
-        cwd=ROOT,
-        env={**os.environ, **VARIABLES, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S + 6 * MARGIN_S,
-    )
-    assert done.returncode == 1 and "Signal 9 (SIGKILL)" in done.stderr, done.stderr[-3000:]
-    assert "AssertionError" not in done.stderr
-    assert time.monotonic() - began < TIMEOUT_S + 5 * MARGIN_S

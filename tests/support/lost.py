@@ -1,10 +1,7 @@
 """A rank that is lost in the middle of a step, and what the others see: their own error, in time.
 
-    torchrun --standalone --nproc-per-node 2 -m tests.support.lost HOW PHASE STRATEGY SP
-
 Two ranks over gloo. After a whole step the last one, before some operator of its next one, is killed, or
-raises and ends, or raises and stays without ever meeting the others again. tests/parallel/test_lost_ranks.py
-runs the same without torchrun.
+raises and ends, or raises and stays without ever meeting the others again.
 """
 
 from __future__ import annotations
@@ -12,7 +9,6 @@ from __future__ import annotations
 import datetime
 import os
 import signal
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_fused_ce.scripts.lib import gloo
 from tests.support.faulty import AtOperator, Step, what_is_left
 from tests.support.ranks import Rank
 
@@ -29,8 +24,6 @@ from tests.support.ranks import Rank
 TIMEOUT_S = 4.0
 #: The same for a rank that goes: its closed connections end the others' waits, long before this.
 NEVER_S = 120.0
-#: Until then: ranks that share two cores with other tests start at different times.
-START_TIMEOUT_S = 120.0
 SIZE = 2
 PHASES = ("forward", "backward")
 
@@ -113,18 +106,3 @@ def _survive(step: Step, first: Any, second: Any) -> dict[str, Any]:
         left = what_is_left(step, earlier, right)
         return {"error": str(error), "seconds": waited, "left": left}
     raise AssertionError("no error after three steps without the other rank")
-
-
-def main() -> None:
-    """As torchrun starts it: no rank is asked anything, all of them end."""
-    how, phase, strategy, sequence_parallel = sys.argv[1:]
-    gloo.use_one_thread()
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=START_TIMEOUT_S))
-    rank = Rank(dist.group.WORLD, dist.get_rank(), SIZE, torch.device("cpu"))
-    told = lose(rank, Case(how, phase, strategy, sequence_parallel == "True"))
-    print(f"SURVIVED {told}", flush=True)
-    raise SystemExit(1)
-
-
-if __name__ == "__main__":
-    main()
