@@ -6,7 +6,6 @@
     torchrun --nproc-per-node 4 -m scripts.bench --preset tp --peers --name tp4
     python -m scripts.bench --preset trained --operands FILE --peers
     python -m scripts.bench --preset options --shapes gemma-2-2b --options softcap entropy
-    python -m scripts.bench --render RESULT.json
 
 Before anything is timed every row is checked against fp64 at the timed size: one of this package that is
 wrong ends the run with exit code 1 and no figures. Then all rows have turns, block after block, in an order
@@ -59,10 +58,6 @@ if TYPE_CHECKING:
 def main(words: list[str]) -> int:
     started = time.monotonic()
     given = cases.parse_arguments(__doc__ or "", words)
-    if given.render is not None:
-        report.write_page(given.render, results.rows(given.render, report.KEYS))
-        print(f"written: {given.render.with_suffix('.md')}")
-        return 0
     given.path = None
     if given.out or given.name:
         given.path = writable_file(given.out or given.results_dir / "-")

@@ -201,7 +201,6 @@ def parse_arguments(text: str, words: Sequence[str]) -> argparse.Namespace:
     add("--name", help="write DATE-DEVICE-NAME.json and .md to --results-dir")
     add("--results-dir", type=Path, default=RESULTS, help="[%(default)s]")
     add("--out", type=Path, help="or write this JSON file and the .md beside it")
-    add("--render", type=Path, metavar="FILE.json", help="render the page of a result again")
     given = parser.parse_args(words)
     preset = PRESETS.get(given.preset, {})
     for name, value in (DEFAULTS | preset).items():

@@ -10,10 +10,8 @@ from typing import Any
 from megatron_fused_ce.scripts.lib import results, tables
 from megatron_fused_ce.scripts.lib.results import Row
 
-#: What every row of a benchmark's result has.
-KEYS = ("shape", "variant", "time_ms", "peak_mib")
-#: What the tables of one file may differ in; each gets its own heading. Older files say `tokens`.
-CELL_KEYS = ("shape", "T", "tokens", "H", "V", "dtype", "tp", "sp", "operands")
+#: What the tables of one file may differ in; each gets its own heading.
+CELL_KEYS = ("shape", "T", "H", "V", "dtype", "tp", "sp", "operands")
 ERRORS = ("loss", "grad_hidden", "grad_weight")
 PROFILE = ("step", "gemm", "compute", "exposed", "idle")
 #: Heading, key and format of each column; those of which no row has a value are left out.
@@ -56,7 +54,6 @@ def cells(rows: Iterable[Row]) -> list[list[Row]]:
 
 def title(row: Row) -> str:
     sizes = [f"{key} = {row[key]}" for key in ("T", "H", "V") if row.get(key)]
-    sizes = sizes or [f"T = {row.get('tokens')}"]
     if (row.get("tp") or 1) > 1:
         sizes.append(f"TP {row['tp']}{' with sequence parallelism' if row['sp'] else ''}")
     operands = row.get("operands") and f"{row['operands']} operands"

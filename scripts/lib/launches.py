@@ -285,11 +285,6 @@ class Checkout:
         major, minor, _ = full_version(folder).split(".")
         return Checkout(folder, folder.name, (int(major), int(minor)))
 
-    @property
-    def stack_model(self) -> str:
-        """Megatron's name of the model with an attention/MLP pattern."""
-        return "hybrid" if self.version >= (0, 18) else "mamba"
-
 
 def full_version(checkout: Path) -> str:
     """As Megatron's package_info.py has it, '?' for a part that it lacks."""

@@ -617,26 +617,9 @@ def draw(found: Comparison, path: Path) -> bool:
     panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
     names = f"{found.other.name} (thin) against {found.reference.name} (wide)"
     figure.suptitle(f"{names}: {found.verdict}", fontsize=10)
-    lines = _legend(losses, found.noise)
-    figure.legend(handles=lines, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    figure.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
     pictures.save(figure, path)
     return True
-
-
-def _legend(losses: Sequence[Curve], noise: Record | None) -> list[Any]:
-    from matplotlib.lines import Line2D
-
-    lines = [
-        Line2D([], [], color=colours[0], lw=2, label=curve.name)
-        for curve, colours in zip(losses, cycle(COLOURS), strict=False)
-    ]
-    main = losses[0].name
-    lines.append(Line2D([], [], label=f"bound of {main}'s first iterations", **BOUND))
-    if any(not math.isfinite(p.reference + p.other) for curve in losses for p in curve.pairs):
-        lines.append(Line2D([], [], label="nan or inf (below: reference)", **NOT_FINITE))
-    if noise is not None and losses[0].noise:
-        lines.append(Line2D([], [], label=f"{main} of the noise run ({noise.name})", **NOISE))
-    return lines
 
 
 def _draw_losses(axes: Any, curves: Sequence[Curve]) -> None:
@@ -661,17 +644,22 @@ def _mark_not_finite(axes: Any, curve: Curve) -> None:
         at = [pair.iteration for pair in curve.pairs if not math.isfinite(getattr(pair, name))]
         if at:
             height = 0.02 if name == "reference" else 0.06
-            axes.plot(at, [height] * len(at), transform=axes.get_xaxis_transform(), **NOT_FINITE)
+            again = any(line.get_marker() == NOT_FINITE["marker"] for line in axes.lines)
+            label = None if again else "nan or inf (below: reference)"
+            of_height = {"transform": axes.get_xaxis_transform(), "label": label}
+            axes.plot(at, [height] * len(at), **of_height, **NOT_FINITE)
 
 
 def _draw_differences(axes: Any, curves: Sequence[Curve]) -> None:
     for curve, (dark, _) in zip(curves, cycle(COLOURS), strict=False):
-        _plot_positive(axes, curve.pairs, {"color": dark, "lw": 1})
+        _plot_positive(axes, curve.pairs, {"color": dark, "lw": 1, "label": curve.name})
     main = curves[0]
-    _plot_positive(axes, main.noise, NOISE)
+    if main.noise:
+        _plot_positive(axes, main.noise, {**NOISE, "label": f"{main.name} of the noise run"})
     begin, end = main.pairs[0].iteration, main.pairs[-1].iteration
     if main.first_difference is not None:
-        axes.plot([begin, min(main.last_first, end)], [main.bound] * 2, **BOUND)
+        label = f"bound of {main.name}'s first iterations"
+        axes.plot([begin, min(main.last_first, end)], [main.bound] * 2, label=label, **BOUND)
     axes.set_yscale("log")
     axes.set_ylabel("relative difference")
 

@@ -261,7 +261,6 @@ def _parser() -> Parser:
     add("--timeout", type=seconds, default=900.0, metavar="S", help="of one launch [900]")
     add("--time-limit", type=seconds, default=NO_LIMIT, metavar="S", help="of all; cuts the last launch")
     add("--out", type=Path, default=Path("build/pretrain"), help="folder of results and logs")
-    add("--dry-run", action="store_true", help="print the launches")
     return parser
 
 
@@ -272,9 +271,6 @@ def main(words: list[str]) -> int:
     options.model = options.model or ("tiny" if options.device == "cpu" else "llama-3.2-1b")
     options.lengths = options.lengths or ([64] if options.device == "cpu" else [16384])
     groups = plan(options, more)
-    if options.dry_run:
-        print("\n".join(f"# {run.title}\n{run.command}" for group in groups for run in group))
-        return 0
     output = command_line.writable_folder(options.out.resolve())
     rows: list[dict[str, Any]] = []
     deadline = time.monotonic() + options.time_limit

@@ -7,11 +7,8 @@ import signal
 import time
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from megatron_fused_ce.logits import rows_torch
-from megatron_fused_ce.scripts.lib import reference
 from tests.support.ranks import Rank, RankFailure, RankProcesses, Ranks, run_on_ranks
 
 
@@ -87,39 +84,6 @@ def test_groups_of_a_test_end_with_it():
 def its_process(rank: Rank) -> int:
     dist.barrier()
     return os.getpid()
-
-
-def leaves_something(rank: Rank, what: str):
-    if rank.rank == 0 and what == "a patched function":
-        reference.make_teacher = its_number
-    if rank.rank == 0 and what == "a constant":
-        rows_torch.BLOCK_ELEMENTS += 1
-    if rank.rank == 0 and what == "a variable":
-        os.environ["LEFT_BEHIND"] = "1"
-    if rank.rank == 0 and what == "a dtype":
-        torch.set_default_dtype(torch.float64)
-    if rank.rank == 0 and what == "a mode":
-        torch.device("meta").__enter__()
-
-
-@pytest.mark.parametrize(
-    ("what", "words"),
-    [
-        ("a patched function", "reference.make_teacher"),
-        ("a constant", "rows_torch.BLOCK_ELEMENTS"),
-        ("a variable", "LEFT_BEHIND is new"),
-        ("a dtype", "default dtype"),
-        ("a mode", "modes"),
-    ],
-)
-def test_nothing_is_left_to_the_next_test(what, words):
-    """In ranks that live on, as those on GPUs do."""
-    with RankProcesses(2, lives_on=True) as world:
-        assert world.run(its_number, 1) == [1, 2]
-        with pytest.raises(RankFailure, match="left behind") as raised:
-            world.run(leaves_something, what)
-        assert words in str(raised.value)
-        assert world.run(its_number, 1) == [1, 2]
 
 
 def kills_the_server(rank: Rank):

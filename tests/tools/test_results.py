@@ -19,7 +19,7 @@ def test_what_is_written_is_read_with_its_source(tmp_path):
     path = tmp_path / "new" / "x.json"
     source = results.made_by("", ["bench", "--tp", "2", "--out", "/somewhere/else/x.json"])
     results.write(path, [ROW, ROW | {"loss": [math.nan]}], source)
-    first, second = results.rows(path, ("T",))
+    first, second = results.rows(path)
     assert first == {**source, **ROW} and second["loss"] == ["nan"]
     assert first["commit"] and first["device"].endswith("CPU")
     assert first["command"] == "bench --tp 2 --out x.json", "no path of a machine is kept"
