@@ -216,11 +216,7 @@ def test_lint_sees_what_runs_its_input(line):
     """No pickle, eval or shell: pyproject.toml's rules, as `make lint` applies them."""
     words = [sys.executable, "-m", "ruff", "check", "-q", "--output-format", "concise", "-"]
     done = subprocess.run(
-        [*words, "--stdin-filename", "scripts/x.py"],
-        cwd=ROOT,
-        input=line,
-        capture_output=True,
-        text=True,
+        [*words, "--stdin-filename", "scripts/x.py"], cwd=ROOT, input=line, capture_output=True, text=True
     )
     if "No module named ruff" in done.stderr:
         pytest.skip("ruff is not installed")

@@ -120,7 +120,7 @@ PRESETS: dict[str, dict[str, Any]] = {
             *product(("qwen3-1.7b", "gemma-2-2b"), (32768,)),
             *product(("llama-3-70b",), (8192, 32768)),
             *product(BOTH, (131072,)),
-        ],
+        ]
     },
     # Where launches and the host count.
     "small": {

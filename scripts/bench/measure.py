@@ -236,9 +236,7 @@ def peak_mib(case: Case, problem: Problem, world: World) -> float:
 
 
 def interleave(
-    turns: Mapping[str, Callable[[], list[float] | None]],
-    twice: Sequence[str],
-    blocks: int,
+    turns: Mapping[str, Callable[[], list[float] | None]], twice: Sequence[str], blocks: int
 ) -> dict[str, list[list[float]]]:
     """Every turn once a block, those of ``twice`` again, in an order that is shuffled anew in each block.
 

@@ -263,11 +263,7 @@ def _whole_tokens(hidden: Tensor, world: World, partial: bool) -> Tensor:
 
 
 @peer(
-    "liger-tp-loop",
-    "liger-kernel",
-    f"{LIGER}.fused_linear_scaled_cross_entropy",
-    products=4,
-    over_ranks=True,
+    "liger-tp-loop", "liger-kernel", f"{LIGER}.fused_linear_scaled_cross_entropy", products=4, over_ranks=True
 )
 def _liger_tp(module: Any, world: World, hidden: Tensor, weight: Tensor, labels: Tensor) -> Any:
     """Liger's vocab-parallel op without its NVSHMEM kernels: plain PyTorch on 512 tokens at a time.

@@ -297,11 +297,7 @@ def model_list() -> str:
 
 def parts() -> dict[str, str]:
     """Everything in docs/plan.md that is made here, by the name of its markers."""
-    return {
-        "example": printed(EXAMPLE),
-        "off": off_table(),
-        "models": model_list(),
-    }
+    return {"example": printed(EXAMPLE), "off": off_table(), "models": model_list()}
 
 
 def outside(found: Sequence[Compared], bound: float) -> list[str]:

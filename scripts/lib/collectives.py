@@ -155,12 +155,7 @@ class RandomDelays:
     CYCLES_PER_S = 1.7e9
 
     def __init__(
-        self,
-        seed: int,
-        *,
-        longest_s: float,
-        share: float = 1.0,
-        device: torch.device | None = None,
+        self, seed: int, *, longest_s: float, share: float = 1.0, device: torch.device | None = None
     ) -> None:
         self._random = random.Random(seed)
         self._longest_s = longest_s

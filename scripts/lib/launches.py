@@ -118,11 +118,7 @@ class Started:
 
 
 def start(
-    words: Sequence[str],
-    folder: Path,
-    environment: dict[str, str] | None = None,
-    *,
-    cwd: Path | None = None,
+    words: Sequence[str], folder: Path, environment: dict[str, str] | None = None, *, cwd: Path | None = None
 ) -> Started:
     """Start a launch, its ranks' logs in the folder, which loses what an earlier launch left.
 

@@ -55,11 +55,7 @@ class LiveStorages(TorchDispatchMode):
         self.peak_bytes = self.live_bytes
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         given = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}

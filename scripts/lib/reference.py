@@ -267,10 +267,7 @@ def _logits(
 
 
 def plain_outputs(
-    inputs: HeadInputs,
-    upstreams: dict[str, Tensor],
-    dtype: torch.dtype,
-    roundings: Roundings | None = None,
+    inputs: HeadInputs, upstreams: dict[str, Tensor], dtype: torch.dtype, roundings: Roundings | None = None
 ) -> tuple[TokenOutputs, Tensor, Tensor]:
     """Every output of :class:`.TokenOutputs` but the loss ``[b, s]``, and the gradients of both operands for
     ``upstreams`` (by name, ``[b, s]``), by autograd in ``dtype``. For a label outside the vocabulary the
@@ -311,11 +308,7 @@ def plain_outputs(
 
 
 def plain_distillation(
-    inputs: HeadInputs,
-    ids: Tensor,
-    log_probs: Tensor,
-    dtype: torch.dtype,
-    roundings: Roundings | None = None,
+    inputs: HeadInputs, ids: Tensor, log_probs: Tensor, dtype: torch.dtype, roundings: Roundings | None = None
 ) -> HeadResult:
     """``-sum q log p`` over entries ``[b, s, k]`` with an id in the vocabulary, by autograd in ``dtype``."""
     hidden, weight, z = _logits(inputs, dtype, roundings)

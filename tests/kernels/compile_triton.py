@@ -98,16 +98,7 @@ ROWS = {
     "statistics": Kernel(
         row_kernels._row_statistics,
         {"BLOCK": row_kernels.STATISTICS_BLOCK},
-        (
-            "WITH_ARGMAX",
-            "WITH_SUM",
-            "WEIGHTED",
-            "MASKED",
-            "SOFTCAP",
-            "TEMPERATURE",
-            "SQUARES",
-            "REST",
-        ),
+        ("WITH_ARGMAX", "WITH_SUM", "WEIGHTED", "MASKED", "SOFTCAP", "TEMPERATURE", "SQUARES", "REST"),
     ),
     "gradients": Kernel(
         row_kernels._row_gradients,
@@ -119,10 +110,7 @@ ROWS = {
 #: A row's keys of fp32 logits, by as many warps as they are launched with.
 TOPK = {
     "block_maxima": Kernel(
-        topk._block_maxima,
-        {"BLOCK": topk.MAXIMA_BLOCK, "GROUP": 64},
-        ("SOFTCAP",),
-        {"logits_ptr": "*fp32"},
+        topk._block_maxima, {"BLOCK": topk.MAXIMA_BLOCK, "GROUP": 64}, ("SOFTCAP",), {"logits_ptr": "*fp32"}
     ),
     **{
         f"best of {size}, {group}": Kernel(
@@ -157,11 +145,7 @@ DIVERGENCES = {
         ),
     )
 }
-_TABLE = {
-    "HALF_TILE": sizes.HALF_TILE_ROWS,
-    "TILE": sizes.TILE_COLUMNS,
-    "BLOCK_TILES": 256,
-}
+_TABLE = {"HALF_TILE": sizes.HALF_TILE_ROWS, "TILE": sizes.TILE_COLUMNS, "BLOCK_TILES": 256}
 KERNELS = (
     ROWS
     | DIVERGENCES

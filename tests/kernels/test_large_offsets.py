@@ -150,13 +150,7 @@ OPTIONS = {"z_loss": 1e-3, "logit_softcap": 30.0, "true_vocab_size": 128250, "ig
 def many_logits(what):
     """17408 tokens x 128256 columns: 2.2e9 logits in one chunk; the definition, 512 tokens at a time."""
     inputs = make_inputs(
-        "odd-labels",
-        s=17408,
-        b=1,
-        hidden_size=256,
-        vocab=128256,
-        dtype=torch.bfloat16,
-        device="cuda",
+        "odd-labels", s=17408, b=1, hidden_size=256, vocab=128256, dtype=torch.bfloat16, device="cuda"
     )
     assert inputs.labels.numel() * inputs.weight.shape[0] > FAR
     inputs.labels[0, -8:] = torch.arange(128248, 128256, device="cuda")  # the last element of all

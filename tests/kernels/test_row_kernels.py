@@ -88,10 +88,7 @@ def test_token_kernels_match_their_definition(num_shards, device):
             part, shard_addends(shard, global_max), rtol=4e-6, atol=SUBNORMAL, equal_nan=True
         )
     summed = torch.stack(parts).sum(0)
-    for merged in (
-        token_kernels.token_loss(summed, global_max),
-        token_loss(summed, global_max),
-    ):
+    for merged in (token_kernels.token_loss(summed, global_max), token_loss(summed, global_max)):
         torch.testing.assert_close(merged[0], plain.loss, rtol=4e-6, atol=1e-45, equal_nan=True)
         torch.testing.assert_close(merged[1], plain.terms, rtol=4e-6, atol=1e-45, equal_nan=True)
 
@@ -209,11 +206,7 @@ def test_bent_logits_keep_their_digits(size, device):
     hidden = torch.tensor([[[size]], [[-size]]], device=device, requires_grad=True)
     weight = torch.ones(1, 1, device=device)
     config = FusedCEConfig(
-        strategy="store",
-        logit_softcap=cap,
-        z_loss=z_loss,
-        row_backend="triton",
-        logits_backend="gemm_rows",
+        strategy="store", logit_softcap=cap, z_loss=z_loss, row_backend="triton", logits_backend="gemm_rows"
     )
     labels = torch.zeros(1, 2, dtype=torch.int64, device=device)
     loss = fused_linear_cross_entropy(hidden, weight, labels, config=config)

@@ -13,11 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_fused_ce import (
-    FusedCEConfig,
-    fused_linear_cross_entropy,
-    fused_linear_token_outputs,
-)
+from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, fused_linear_token_outputs
 from megatron_fused_ce.kernels import gemm_variants, scaled_exp, scaled_exp_rows, sizes
 from megatron_fused_ce.logits import ChunkTargets, choose
 from megatron_fused_ce.logits.scaled_exp import ScaledExp

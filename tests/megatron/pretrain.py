@@ -69,11 +69,7 @@ def forward_step(batches, model):
     batch = next_batch(batches)
     mask = torch.ones(1, 1, get_args().seq_length, get_args().seq_length, dtype=torch.bool).triu(1)
     losses = model(
-        batch["tokens"],
-        batch["position_ids"],
-        mask,
-        labels=batch["labels"],
-        loss_mask=batch["loss_mask"],
+        batch["tokens"], batch["position_ids"], mask, labels=batch["labels"], loss_mask=batch["loss_mask"]
     )
     return losses, partial(loss_of, batch["loss_mask"])
 

@@ -718,10 +718,7 @@ def test_autoload_makes_the_plain_command_work(tmp_path):
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", env_dir], check=True, capture_output=True)
     python = env_dir / "bin" / "python"
     script = fake_megatron(tmp_path)
-    env = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join((str(ROOT), sysconfig.get_paths()["purelib"])),
-    }
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), sysconfig.get_paths()["purelib"]))}
 
     def run(*words):
         return subprocess.run(

@@ -19,8 +19,7 @@ SCRIPT = Path(__file__).with_name("pretrain.py")
 EXACT = "[megatron_cpu] exact "
 
 pytestmark = pytest.mark.skipif(
-    not CORE_0_19.is_dir(),
-    reason=f"no {CORE_0_19.name} in the environment: scripts/dev/setup_env.sh",
+    not CORE_0_19.is_dir(), reason=f"no {CORE_0_19.name} in the environment: scripts/dev/setup_env.sh"
 )
 
 ARGUMENTS = """
@@ -98,13 +97,7 @@ def test_flag_off_and_on_across_checkpoints(tmp_path, forks):
     printed = {}
     for number, (leg, flags) in enumerate(LEGS.items(), start=1):
         start, end = 2 * number, 2 * number + 2
-        flags = [
-            *flags.split(),
-            "--exit-interval",
-            str(end),
-            "--load",
-            str(tmp_path / f"after {start}"),
-        ]
+        flags = [*flags.split(), "--exit-interval", str(end), "--load", str(tmp_path / f"after {start}")]
         flags += ["--save", str(tmp_path / f"after {end}")]
         if number == 1:
             status, output = launch(SCRIPT, tmp_path, *flags)

@@ -45,8 +45,7 @@ CORE = [f"{strategy}, fp32 main_grad" for strategy in STRATEGIES]
 
 
 @pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=() if case in CORE else pytest.mark.rest) for case in CASES],
+    "case", [pytest.param(case, marks=() if case in CORE else pytest.mark.rest) for case in CASES]
 )
 def test_out_of_memory_anywhere(case, request):
     """In every operator of a step, one after the other, with an earlier micro-batch's gradients there."""

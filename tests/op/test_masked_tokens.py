@@ -44,10 +44,7 @@ def small_steps(monkeypatch):
 def masked_problem(share, device, dtype=torch.float32, **shape):
     """Labels of masked tokens are anything; their upstream gradient is 0, as a masked loss's is."""
     inputs = make_inputs(
-        "plain",
-        **{"s": 23, "b": 3, "hidden_size": 48, "vocab": 331, **shape},
-        dtype=dtype,
-        device=device,
+        "plain", **{"s": 23, "b": 3, "hidden_size": 48, "vocab": 331, **shape}, dtype=dtype, device=device
     )
     generator = torch.Generator().manual_seed(7)
     masked = torch.rand(inputs.labels.shape, generator=generator) < share
@@ -60,14 +57,7 @@ def run(inputs, masked, config, **settings):
     hidden = inputs.hidden.clone().requires_grad_()
     weight = inputs.weight.clone().requires_grad_()
     loss = linear_cross_entropy(
-        Call(
-            hidden,
-            weight,
-            inputs.labels,
-            token_weights=inputs.grad_loss / 1.5,
-            config=config,
-            **settings,
-        )
+        Call(hidden, weight, inputs.labels, token_weights=inputs.grad_loss / 1.5, config=config, **settings)
     ).loss
     loss.backward(inputs.grad_loss)
     return HeadResult(loss.detach(), hidden.grad, weight.grad)

@@ -40,11 +40,7 @@ def test_a_group_that_cannot_coalesce(rank: Rank):
     """gloo's: its collectives run one by one, and each is waited for by an event of its own."""
     group = dist.new_group(backend="gloo")
     total = torch.full((2,), rank.rank + 1.0)
-    with (
-        patch("torch.cuda.Stream") as side,
-        patch("torch.cuda.stream"),
-        patch("torch.cuda.current_stream"),
-    ):
+    with patch("torch.cuda.Stream") as side, patch("torch.cuda.stream"), patch("torch.cuda.current_stream"):
         stream = parallel._SideStream(torch.device("cuda", 0))
         with stream.coalesced(group):
             pending = stream.start(dist.all_reduce, (total,), group=group)
@@ -61,11 +57,7 @@ def test_the_side_stream_coalesces(of_this_torch):
     backend.name.return_value = "another" if of_this_torch else "nccl"
     group, device = MagicMock(), torch.device("cuda", 0)
     group._get_backend.return_value = backend
-    with (
-        patch("torch.cuda.Stream") as side,
-        patch("torch.cuda.stream"),
-        patch("torch.cuda.current_stream"),
-    ):
+    with patch("torch.cuda.Stream") as side, patch("torch.cuda.stream"), patch("torch.cuda.current_stream"):
         stream = parallel._SideStream(device)
         with stream.coalesced(group):
             pending = [stream.start(MagicMock(), (torch.ones(1),)) for _ in range(2)]

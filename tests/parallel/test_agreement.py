@@ -55,10 +55,7 @@ class OneHead:
         self.grad_loss = torch.randn(SEQUENCE, generator=same).to(rank.device)
 
     def __call__(
-        self,
-        place_hidden: Any = torch.clone,
-        place_weight: Any = torch.clone,
-        **changes: Any,
+        self, place_hidden: Any = torch.clone, place_weight: Any = torch.clone, **changes: Any
     ) -> tuple[HeadOutputs, list[torch.Tensor]]:
         """What the op gives, then loss and both gradients."""
         hidden = place_hidden(self.hidden).requires_grad_()

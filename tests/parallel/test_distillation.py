@@ -134,8 +134,7 @@ def test_four_ranks(rank: Rank, case):
 
 @on_ranks(2)
 @pytest.mark.parametrize(
-    ("kind", "strategy"),
-    [("forward_kl", "recompute"), ("reverse_kl", "store"), ("jsd", "grad_in_forward")],
+    ("kind", "strategy"), [("forward_kl", "recompute"), ("reverse_kl", "store"), ("jsd", "grad_in_forward")]
 )
 def test_logits_of_the_scaled_exp_gemm(rank: Rank, kind, strategy):
     """Of both sides, each with its own sample of all shards' rows."""

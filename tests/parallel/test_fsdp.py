@@ -68,15 +68,11 @@ def wrapped(sharding: Sharding, model: Any) -> Any:
 
 
 def fsdp2(sharding: Sharding, model: Any) -> Any:
-    from megatron.core.distributed.torch_fully_sharded_data_parallel import (
-        TorchFullyShardedDataParallel,
-    )
+    from megatron.core.distributed.torch_fully_sharded_data_parallel import TorchFullyShardedDataParallel
     from megatron.core.distributed.torch_fully_sharded_data_parallel_config import (
         TorchFullyShardedDataParallelConfig,
     )
-    from megatron.core.models.common.embeddings.language_model_embedding import (
-        LanguageModelEmbedding,
-    )
+    from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     # Megatron never names the stock class for local layers, which have more of them.

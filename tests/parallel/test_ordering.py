@@ -16,12 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, fused_linear_distillation
-from megatron_fused_ce.scripts.lib.collectives import (
-    Collective,
-    Collectives,
-    RandomDelays,
-    first_difference,
-)
+from megatron_fused_ce.scripts.lib.collectives import Collective, Collectives, RandomDelays, first_difference
 from tests.support.distillation import make_problem
 from tests.support.head import rows_of, strategy_in_place, tokens_of
 from tests.support.ranks import Rank, on_ranks
@@ -165,10 +160,7 @@ def _train_step(rank: Rank, groups: Groups, setup: Setup, data: Data, strategy: 
     gathered = torch.ones(HIDDEN, device=rank.device)
     under_way = dist.all_reduce(gathered, group=groups.beside, async_op=True)
     config = FusedCEConfig(
-        strategy=strategy,
-        num_chunks=NUM_CHUNKS,
-        logits_backend=setup.logits_backend,
-        merge=setup.merge,
+        strategy=strategy, num_chunks=NUM_CHUNKS, logits_backend=setup.logits_backend, merge=setup.merge
     )
     loss = fused_linear_cross_entropy(
         data.source @ layer,
@@ -209,9 +201,7 @@ KINDS = (
 
 @on_ranks(4)
 @pytest.mark.parametrize(
-    "setup",
-    [*SETUPS, *(pytest.param(setup, marks=pytest.mark.rest) for setup in SCALED_EXP)],
-    ids=str,
+    "setup", [*SETUPS, *(pytest.param(setup, marks=pytest.mark.rest) for setup in SCALED_EXP)], ids=str
 )
 def test_same_order(rank: Rank, setup):
     """One sequence of (group, collective, shapes, dtype, operation) for all ranks, all data and all timings:

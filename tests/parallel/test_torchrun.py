@@ -70,8 +70,7 @@ def test_the_head_under_torchrun():
 
 @pytest.mark.rest
 @pytest.mark.skipif(
-    NUM_GPUS > 0,
-    reason="a rank in NCCL's collective waits for one that has failed until the time-out",
+    NUM_GPUS > 0, reason="a rank in NCCL's collective waits for one that has failed until the time-out"
 )
 def test_a_launch_with_a_failing_test(tmp_path):
     """It fails with that rank's words and waits for no time-out; the next test has new groups."""

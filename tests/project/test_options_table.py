@@ -62,8 +62,6 @@ def test_no_option_is_missing():
 def test_the_cells_that_are_refused():
     assert [
         (case, strategy) for case, row in table().items() for strategy, cell in row.items() if cell != "Y"
-    ] == [
-        ("tokens without an upstream gradient skipped", "grad_in_forward"),
-    ]
+    ] == [("tokens without an upstream gradient skipped", "grad_in_forward")]
     with pytest.raises(ValueError, match="use 'store', 'recompute' or 'auto'"):
         FusedCEConfig(strategy="grad_in_forward", skip_zero_upstream=True)

@@ -24,15 +24,7 @@ from megatron_fused_ce.__main__ import COMMANDS
 from tests.support.megatron import CORE_0_19
 
 ROOT = Path(__file__).resolve().parents[2]
-TRACKED = (
-    "setup.py",
-    "pyproject.toml",
-    "README.md",
-    "LICENSE",
-    "megatron_fused_ce",
-    "kernels",
-    "scripts",
-)
+TRACKED = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "megatron_fused_ce", "kernels", "scripts")
 #: Of scripts/ what a wheel has: the commands of users, and what they need.
 SHIPPED = ("bench", "lib", "runs")
 #: Tells type checkers that the package has types.

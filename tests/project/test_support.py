@@ -124,10 +124,7 @@ def test_an_old_torch_under_the_op(monkeypatch):
 
 @pytest.mark.parametrize(
     ("found", "words"),
-    [
-        ("3.1.0", "^megatron_fused_ce needs triton 3.2 or newer and found 3.1.0"),
-        (None, "pip install triton"),
-    ],
+    [("3.1.0", "^megatron_fused_ce needs triton 3.2 or newer and found 3.1.0"), (None, "pip install triton")],
 )
 def test_an_old_triton_under_the_row_kernels(monkeypatch, found, words):
     if found is None:

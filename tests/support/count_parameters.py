@@ -67,12 +67,7 @@ def _build(case: dict[str, Any], parallel_state: Any) -> torch.nn.Module:
     if config.mtp_num_layers and last:
         prediction = gpt_layer_specs.get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
     return GPTModel(
-        config,
-        spec,
-        pre_process=first,
-        post_process=last,
-        mtp_block_spec=prediction,
-        **case["model"],
+        config, spec, pre_process=first, post_process=last, mtp_block_spec=prediction, **case["model"]
     )
 
 

@@ -539,10 +539,7 @@ def run_schedule(built: Any, batches: list[Batch], rank: Rank, forward_only: boo
 
 
 def check_accuracy(
-    reports: list[Any],
-    batches: list[Batch],
-    corrects: list[torch.Tensor],
-    ignore_index: int | None = None,
+    reports: list[Any], batches: list[Batch], corrects: list[torch.Tensor], ignore_index: int | None = None
 ) -> None:
     for (_, labels, mask), correct, reported in zip(batches, corrects, reports, strict=True):
         if ignore_index is not None:

@@ -175,10 +175,7 @@ ASKED = {
     "all-reduced": {"merge": "all_reduce"},
     "skipped": {"skip_masked": True},
     "skipped in the backward": {"skip_zero_upstream": True},
-    "skipped in the backward, scaled-exp GEMM": {
-        "skip_zero_upstream": True,
-        "logits_backend": "scaled_exp",
-    },
+    "skipped in the backward, scaled-exp GEMM": {"skip_zero_upstream": True, "logits_backend": "scaled_exp"},
     "row kernels": {"row_backend": "triton"},
     "scaled-exp GEMM": {"logits_backend": "scaled_exp"},
     "argmax": {},
@@ -204,11 +201,7 @@ def filled(asked: str, strategy: str, value: float, **where) -> list[torch.Tenso
         elif asked == "outputs":
             names = ("log_prob", "lse", "entropy", "predicted", "correct", "sum_p_squared")
             made = fused_linear_token_outputs(
-                *given,
-                head.labels,
-                names,
-                **head.options,
-                differentiable=strategy != "grad_in_forward",
+                *given, head.labels, names, **head.options, differentiable=strategy != "grad_in_forward"
             )
             results = [made_one for made_one in made if made_one is not None]
         elif asked == "distillation":

@@ -12,9 +12,7 @@ import os
 
 from megatron.training import argument_utils
 from megatron.training.arguments import parse_and_validate_args
-from megatron.training.theoretical_memory_usage import (
-    compute_weight_and_optimizer_memory,
-)
+from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
 
 from megatron_fused_ce.adapter.switch import active_config
 

@@ -197,12 +197,7 @@ class RankProcesses:
     """
 
     def __init__(
-        self,
-        size: int,
-        environment: Environment = PLAIN,
-        *,
-        on_gpus: bool = False,
-        lives_on: bool = False,
+        self, size: int, environment: Environment = PLAIN, *, on_gpus: bool = False, lives_on: bool = False
     ) -> None:
         """``lives_on``: for more than one test; a call that leaves global state changed fails."""
         if torchrun.IS_RANK:

@@ -14,16 +14,7 @@ import torch
 
 from megatron_fused_ce import promise
 from megatron_fused_ce.scripts.bench import __main__ as benchmark
-from megatron_fused_ce.scripts.bench import (
-    cases,
-    commits,
-    distill,
-    loss,
-    measure,
-    rl,
-    trained,
-    whole_rows,
-)
+from megatron_fused_ce.scripts.bench import cases, commits, distill, loss, measure, rl, trained, whole_rows
 from megatron_fused_ce.scripts.bench.cases import Cell
 from megatron_fused_ce.scripts.bench.op import PEER, Case, nothing, turn
 from megatron_fused_ce.scripts.bench.problem import World

@@ -78,10 +78,7 @@ def test_a_trace_of_a_gpu():
         {"ph": "i", "name": "marker", "ts": 120},
     ]
     first, second = profile_head.steps_of_trace(events, on_gpu=True)
-    assert first == [
-        Span(GATHER, 110, 130, "BFloat16"),
-        Span("nvjet", 130, 170),
-    ]
+    assert first == [Span(GATHER, 110, 130, "BFloat16"), Span("nvjet", 130, 170)]
     assert [span.name for span in second] == ["Memset (Device)"]
 
 
