@@ -82,12 +82,6 @@ def _parser() -> Parser:
     add("--vocab", type=whole(), help="vocabulary over all ranks [16384, 128256]")
     add("--dtype", choices=list(SHORT_DTYPES), help="[fp32, bf16]")
     add("--sequence-parallel", action="store_true", help="each rank holds its part of the tokens")
-    add(
-        "--wgrad-accumulator",
-        choices=["main_grad", "returned"],
-        default="main_grad",
-        help="grad_weight is added into an fp32 main_grad, as under Megatron, or returned",
-    )
     add("--blocks", type=whole(), default=3, metavar="N", help="turns of each cell [3]")
     add("--sample-ms", type=number(), default=100.0, metavar="MS", help="a turn's least length [100]")
     launches = parser.add_argument_group("launches of Megatron-LM, arguments after --")
@@ -184,13 +178,12 @@ def sweep_head_alone(given: argparse.Namespace, source: dict[str, Any]) -> Sweep
     world = World(given.sequence_parallel, use_gpu=given.device == "cuda")
     cells = cells_of(given.strategies, given.chunks)
     shape = Shape("head", given.tokens, given.hidden, given.vocab, world.sequence_parallel)
-    op = replace(loss.OP, bases=(), wgrad_accumulator=given.wgrad_accumulator)
+    op = replace(loss.OP, bases=())
     device = f"{source['device']}, {torch.get_num_threads()} threads"
     facts = source | {
         "what": "head",
         "dtype": given.dtype,
         "tp": world.size,
-        "wgrad_accumulator": given.wgrad_accumulator,
         "blocks": given.blocks,
         "sample_ms": given.sample_ms,
         "device": torch.cuda.get_device_name() if world.on_gpu else device,

@@ -105,12 +105,12 @@ def test_pretrain_gpt_under_fsdp(checkout, tmp_path):
         assert losses_apart <= 1e-6 and norms_apart <= 1e-5
 
 
-def launch(checkout, tmp_path, script, *flags, case="plain", num_ranks=None):
+def launch(checkout, tmp_path, script, *flags, case="plain"):
     """Two iterations of a case (plain: TP 2) by ``script``, unless ``flags`` say otherwise."""
     case = cpu_case(case)
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        *("--nproc-per-node", str(num_ranks or case.num_processes)),
+        *("--nproc-per-node", str(case.num_processes)),
         *("-m", "megatron_fused_ce.scripts.lib.megatron_cpu"),
         *(["--fused-wgrad"] if case.fused_wgrad else []),
         str(script),
@@ -139,9 +139,9 @@ def exact(output):
     return [json.loads(line.split("exact", 1)[1]) for line in found]
 
 
-def exact_losses(checkout, tmp_path, *flags, **options):
+def exact_losses(checkout, tmp_path, *flags):
     """Losses of two iterations of the plain case, and what the launch printed."""
-    run = launch(checkout, tmp_path, f"{checkout}/pretrain_gpt.py", *flags, **options)
+    run = launch(checkout, tmp_path, f"{checkout}/pretrain_gpt.py", *flags)
     output = run.stdout + run.stderr
     assert run.returncode == 0, output[-3000:]
     return [line["lm loss"] for line in exact(output)], output
@@ -172,38 +172,6 @@ def test_pretrain_gpt_with_options_of_the_loss(tmp_path, checkout):
     assert "loss with label_smoothing, z_loss, logit_softcap" in output
     assert output.count('"lm accuracy": ') == 2
     assert changed[0] - stock[0] == pytest.approx(1e-2 * math.log(256) ** 2, abs=0.1)
-
-
-#: Vocabularies of one padded size at TP 1 and 2. Without dropout, whose random states are of one TP degree.
-RESUMED = """
-    --train-iters 8 --save-interval 2 --ckpt-format torch_dist --make-vocab-size-divisible-by 64
-    --hidden-dropout 0 --attention-dropout 0
-"""
-#: Flag and TP degree of each launch after the first, which is TP 2 without the flag.
-LEGS = (("--fused-chunked-ce", 1), ("--fused-chunked-ce", 2), ("", 2))
-
-
-@on_checkouts
-def test_pretrain_gpt_goes_on_from_a_checkpoint(tmp_path, checkout):
-    """Flag turned on, kept on at another TP degree, turned off: losses as those of one run without it."""
-    whole, _ = exact_losses(checkout, tmp_path, *RESUMED.split(), "--save", str(tmp_path / "after 2"))
-    assert len(whole) == 8
-    (tmp_path / "after 2" / "latest_checkpointed_iteration.txt").write_text("2")
-    for number, (flag, tp) in enumerate(LEGS, start=1):
-        start, end = 2 * number, 2 * number + 2
-        losses, output = exact_losses(
-            *(checkout, tmp_path, *RESUMED.split(), *flag.split()),
-            *("--tensor-model-parallel-size", str(tp), "--exit-interval", str(end)),
-            *("--load", str(tmp_path / f"after {start}")),
-            *("--save", str(tmp_path / f"after {end}")),
-            num_ranks=tp,
-        )
-        assert losses == pytest.approx(whole[start:end], rel=2e-6), f"after {start} iterations"
-        assert ("heads evaluated fused: 8, logits materialised: 0" in output) == bool(flag)
-    # Loaded where this package is not installed, too.
-    saved = [file for file in tmp_path.rglob("*") if file.is_file()]
-    assert any(file.suffix == ".distcp" for file in saved)
-    assert not any(b"megatron_fused_ce" in file.read_bytes() for file in saved)
 
 
 @on_checkouts

@@ -200,18 +200,9 @@ def sharding_hook(*arguments):
 sharding_hook.__module__ = "megatron.core.distributed.fsdp.src"
 
 
-def at_call(
-    hooks=(),
-    hidden=(2, 1, 4),
-    gather_output=False,
-    labels=True,
-    model=None,
-    stays=False,
-    weight=None,
-    **layer,
-):
+def at_call(hooks=(), hidden=(2, 1, 4), gather_output=False, labels=True, stays=False, weight=None, **layer):
     """As the head's call sees it from Megatron's model code."""
-    model = model or GPTModel()
+    model = GPTModel()
     weight = torch.zeros(6, 4) if weight is None else weight
     layer = {"sequence_parallel": True, "fused_ce_sequence_parallel": True, **layer}
     layer = Layer(_forward_hooks=dict(enumerate(hooks)), **{**OF_LAYER, **layer})
@@ -222,46 +213,6 @@ def at_call(
 
 
 def not_megatrons(*given): ...
-
-
-def test_each_reason_that_the_caller_gives():
-    """Who calls the head, with which loss and which scale, as they are at that moment."""
-    assert at_call() is None
-    assert "called without labels" in at_call(labels=False)
-    assert at_call(labels=False, stays=True) is None
-    model = GPTModel()
-    model._scale_logits = in_megatron(not_megatrons)
-    assert at_call(model=model) is None
-    model._scale_logits = not_megatrons
-    assert "scaled by" in at_call(model=model) and "not_megatrons" in at_call(model=model)
-    model = GPTModel()
-    model.compute_language_model_loss = not_megatrons
-    assert "the loss of this call is" in at_call(model=model)
-
-    class Own(GPTModel):
-        def _postprocess(self, labels=None):
-            return self.output_layer()
-
-    assert "is called by tests.megatron.test_stock_path._postprocess" in at_call(model=Own())
-
-    class Calls(GPTModel):
-        def _postprocess(self, labels=None):
-            return super()._postprocess(labels=labels)
-
-    assert at_call(model=Calls()) is None
-    consumer.learn(Own)  # by its own code it stays unknown
-    assert "is called by" in at_call(model=Own())
-
-
-def test_a_function_in_the_place_of_megatrons_is_unknown(monkeypatch):
-    """As frameworks patch ``GPTModel.forward``, before or after a head is adopted."""
-
-    def patched(self, labels=None):
-        return self.output_layer()
-
-    monkeypatch.setattr(GPTModel, "_postprocess", patched)
-    consumer.learn(GPTModel)
-    assert "test_stock_path.patched" in at_call()
 
 
 def test_the_heads_of_multi_token_prediction(monkeypatch):
@@ -289,7 +240,10 @@ def test_the_heads_of_multi_token_prediction(monkeypatch):
 
 
 def test_each_reason_at_a_call():
+    """Those of the caller, of its loss and of its scale: tests/parallel/test_seams.py."""
     assert at_call() is None
+    assert "called without labels" in at_call(labels=False)
+    assert at_call(labels=False, stays=True) is None
     assert at_call(hooks=[sharding_hook]) is None
     assert at_call(sequence_parallel=False, fused_ce_sequence_parallel=False) is None
     assert "runtime_gather_output" in at_call(gather_output=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import io
 import math
@@ -16,6 +17,7 @@ import torch
 from megatron_fused_ce.adapter import accuracy, report
 from megatron_fused_ce.adapter.accuracy import KEY
 from megatron_fused_ce.adapter.token_weights import TokenWeights
+from tests.support.megatron import pretrain_loss
 
 B, S = 2, 5
 MASK = torch.tensor([[1.0, 0.0, 1.0, 1.0, 1.0], [1.0, 1.0, 0.0, 1.0, 1.0]])
@@ -55,13 +57,7 @@ def told(monkeypatch):
 def lm_loss(mask=MASK):
     """pretrain_gpt.py's loss function for a mask."""
 
-    def loss_func(output_tensor):
-        loss = (output_tensor.view(-1).float() * mask.view(-1).float()).sum()
-        num_tokens = mask.sum().to(torch.int)
-        pair = torch.cat([loss.clone().detach().view(1), num_tokens.view(1)])
-        return loss, num_tokens, {"lm loss": pair}
-
-    return loss_func
+    return functools.partial(pretrain_loss, mask)
 
 
 def head(correct=CORRECT, mask=MASK, ignore_index=None, loss=None):
