@@ -1,7 +1,7 @@
 """Time and memory of the head against its matrix products, Megatron's paths and the peers, in one run.
 
     python -m scripts.bench --shapes llama-3-8b --tokens 8192 32768
-    python -m scripts.bench --preset reach --peers --name reach --results-dir docs/benchmarks/results
+    python -m scripts.bench --preset reach --peers --name reach
     python -m scripts.bench --shapes 4096x128256 --strategies store grad_in_forward:8192
     torchrun --nproc-per-node 4 -m scripts.bench --preset tp --peers --name tp4
     python -m scripts.bench --preset trained --operands FILE --peers
@@ -60,7 +60,7 @@ def main(words: list[str]) -> int:
     given = cases.parse_arguments(__doc__ or "", words)
     given.path = None
     if given.out or given.name:
-        given.path = writable_file(given.out or given.results_dir / "-")
+        given.path = writable_file(given.out or results.RESULTS / "-")
     if given.device == "cuda":
         require_gpus(1 if given.ghost else cases.world_size(), "--device cpu tries it without, slowly")
     import torch
@@ -71,7 +71,7 @@ def main(words: list[str]) -> int:
     device = torch.cuda.get_device_name() if world.on_gpu else "cpu"
     source = results.made_by(device, ["scripts.bench", *words])
     if given.name and not given.out:
-        given.path = results.default_path(given.results_dir, device, given.name)
+        given.path = results.default_path(results.RESULTS, device, given.name)
     try:
         return run(given, world, source, started)
     finally:

@@ -198,8 +198,7 @@ def parse_arguments(text: str, words: Sequence[str]) -> argparse.Namespace:
         help="the hidden states in R parts; 'both': each cell with and without",
     )
     add("--steps", type=count, default=3, help="of a profile (3)")
-    add("--name", help="write DATE-DEVICE-NAME.json and .md to --results-dir")
-    add("--results-dir", type=Path, default=RESULTS, help="[%(default)s]")
+    add("--name", help=f"write DATE-DEVICE-NAME.json and .md to {RESULTS}")
     add("--out", type=Path, help="or write this JSON file and the .md beside it")
     given = parser.parse_args(words)
     preset = PRESETS.get(given.preset, {})

@@ -5,7 +5,7 @@
     torchrun --nproc-per-node 2 -m scripts.bench.whole_rows invariant --tokens 65536 --name invariant-tp2
 
 ``topk``: time over that of the same chunks' GEMMs with fp32 output, and peak above inputs and outputs; beside
-it ``torch.topk`` on whole logits, at --whole-tokens. ``--profile`` adds the kernels' share of the time. Ids
+it ``torch.topk`` on whole logits, at --whole-tokens. Ids
 and log-probabilities of some tokens are compared with fp64 before.
 
 ``invariant``: whether chunks of each length have the bits of whole logits (--whole-tokens at once) by
@@ -120,11 +120,6 @@ def topk(given: argparse.Namespace, world: World) -> Iterator[results.Row]:
         row = {"shape": f"{given.tokens} x {given.hidden} x {vocab}", "variant": name, "time_ms": time_ms}
         ratio = None if few in name else time_ms / base
         yield {**row, "spread": spread, "peak_mib": peak_mib, "ratio": ratio}
-    if given.profile:
-        with torch.profiler.profile() as seen:
-            ours(hidden, weight, k)
-            world.synchronise()
-        print(seen.key_averages().table(sort_by="cuda_time_total", row_limit=15, max_name_column_width=60))
 
 
 def invariant(given: argparse.Namespace, world: World) -> Iterator[results.Row]:
@@ -180,7 +175,6 @@ def main(words: list[str]) -> int:
         parser.add_argument(f"--{name}", type=whole(most=10**8), default=default)
     parser.add_argument("--vocabs", type=whole(most=10**7), nargs="+")
     parser.add_argument("--backend", default="triton", choices=("triton", "deepgemm"))
-    parser.add_argument("--profile", action="store_true", help="of topk: the kernels by their time")
     parser.add_argument("--name", help="write docs/benchmarks/results/DATE-DEVICE-NAME.json")
     given = parser.parse_args(words)
     of_topk = given.what == "topk"

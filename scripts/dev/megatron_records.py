@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_fused_ce.scripts.lib.launches import full_version
 from megatron_fused_ce.scripts.lib.results import REPOSITORY
 
 LIST = REPOSITORY / "tests" / "plan" / "megatron_records.tsv"
@@ -66,8 +67,7 @@ class Case:
 
 def version(checkout: Path) -> str:
     """As in ``0.19``."""
-    text = (checkout / "megatron" / "core" / "package_info.py").read_text()
-    return ".".join(re.findall(r"^M\w+ = (\d+)", text, re.MULTILINE))
+    return full_version(checkout).rpartition(".")[0]
 
 
 def cases(checkout: Path) -> Iterator[Case]:

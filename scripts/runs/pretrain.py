@@ -25,15 +25,14 @@ import argparse
 import math
 import shlex
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from megatron_fused_ce import command_line
 from megatron_fused_ce.adapter.arguments import FLAG
-from megatron_fused_ce.command_line import NO_LIMIT, Parser, UsageError, command, seconds, whole
+from megatron_fused_ce.command_line import Parser, UsageError, command, seconds, whole
 from megatron_fused_ce.plan.command import setting_of as planned_setting
 from megatron_fused_ce.scripts.lib import launches, losses, results, tables
 from megatron_fused_ce.scripts.lib.launches import REFERENCE, STOCK, YARDSTICK, Case, Checkout, Run
@@ -72,7 +71,6 @@ CPU_ONLY_ARGS = """
 CPU_ARGS = f"--split 90,10,0 --eval-iters 1 {launches.NO_FUSED_WGRAD} {CPU_ONLY_ARGS}"
 #: Begins the status of a longer sequence than one that a variant did not train.
 NOT_TRIED = "not tried"
-NOT_RUN = "not run: the time limit is over"
 
 
 # --- what is launched ------------------------------------------------------------------------
@@ -157,7 +155,7 @@ def reason_to_skip(run: Run, rows: Sequence[dict[str, Any]]) -> str:
     for row in rows:
         same = (row["version"], row["variant"]) == (run.checkout.label, run.variant)
         longer = row["T"] <= (run.case.num_tokens or 0)
-        if same and longer and not row["status"].startswith(("ok", NOT_TRIED, NOT_RUN)):
+        if same and longer and not row["status"].startswith(("ok", NOT_TRIED)):
             return f"{NOT_TRIED}: {row['status']} at {row['T']} tokens"
     return ""
 
@@ -259,7 +257,6 @@ def _parser() -> Parser:
     add("--variants", default=",".join(VARIANTS), help=f"[%(default)s], and {', '.join(MORE_VARIANTS)}")
     add("--variant", action="append", default=[], metavar="NAME=FLAGS", help="one more; repeatable")
     add("--timeout", type=seconds, default=900.0, metavar="S", help="of one launch [900]")
-    add("--time-limit", type=seconds, default=NO_LIMIT, metavar="S", help="of all; cuts the last launch")
     add("--out", type=Path, default=Path("build/pretrain"), help="folder of results and logs")
     return parser
 
@@ -273,15 +270,12 @@ def main(words: list[str]) -> int:
     groups = plan(options, more)
     output = command_line.writable_folder(options.out.resolve())
     rows: list[dict[str, Any]] = []
-    deadline = time.monotonic() + options.time_limit
     for group in groups:
         figures: dict[str, Figures] = {}
         for run in group:
-            left, kept = deadline - time.monotonic(), False
-            reason = reason_to_skip(run, rows) or (NOT_RUN if left <= 0 else "")
-            made = Figures(reason)
-            if not reason:
-                made, kept = replace(run, timeout_s=min(left, run.timeout_s)).execute(output)
+            made, kept = Figures(reason_to_skip(run, rows)), False
+            if not made.status:
+                made, kept = run.execute(output)
             figures[run.variant] = made
             came = "kept" if kept else f"{made.wall_s:.0f} s"
             print(f"{run.title}: {made.status} ({came}) {made.error}".rstrip(), flush=True)

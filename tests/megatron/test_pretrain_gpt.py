@@ -226,12 +226,10 @@ COMBINED_1F1B = """
 
 def curves(output, events, key):
     """By iteration, of a launch: exact lines, its log, its evaluations, TensorBoard's two curves."""
-    exact = [line for line in output.splitlines() if line.startswith("[megatron_cpu] exact")]
-    exact = [json.loads(line.split("exact", 1)[1]) for line in exact]
     logged = re.findall(rf"iteration +(\d+)/.* {key}: (\S+) ", output)
     evaluated = re.findall(rf"validation loss at iteration (\d+) .*{key} value: (\S+) ", output)
     return {
-        "exact": {line["iteration"]: line[key] for line in exact},
+        "exact": {line["iteration"]: line[key] for line in exact(output)},
         # Not every version logs zeros.
         "log": {int(at): float(value) for at, value in logged if float(value)},
         "evaluations": {int(at): float(value) for at, value in evaluated},

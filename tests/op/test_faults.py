@@ -73,32 +73,7 @@ def test_out_of_memory_anywhere(case, request):
     assert tensors_alive() <= alive + 4, "tensors of failed steps are still alive"
 
 
-# --- steps in other orders, other memory ------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "check",
-    [
-        orders.forwards_without_backward,
-        orders.backwards_in_any_order,
-        orders.forwards_between_backwards,
-        orders.accumulation_is_the_sum,
-    ],
-)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_steps_in_other_orders(strategy, check):
-    check(strategy)
-
-
-def test_two_models_in_one_process():
-    orders.two_models()
-
-
-@pytest.mark.parametrize("inner", [True, False], ids=["reentrant inside", "not reentrant inside"])
-@pytest.mark.parametrize("outer", [True, False], ids=["reentrant", "not reentrant"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_nested_checkpoints(strategy, outer, inner):
-    orders.nested_checkpoints(strategy, outer, inner)
+# --- other memory; steps in other orders: tests/parallel/test_faults.py -------------------------
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -6,12 +6,12 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_fused_ce.plan.command import setting_of
+from megatron_fused_ce.scripts.dev.megatron_records import version
 
 LIST = Path(__file__).parents[1] / "plan" / "megatron_scripts.txt"
 #: What a script that its author leaves open may need: a tokenizer's size, and a cluster's.
@@ -20,12 +20,6 @@ HEAD = (
     "# Shell scripts of Megatron-LM that plan (tests/support/megatron_scripts.py): versions; path; words",
     "# added on the command line; GPUs, layers, hidden size, tokens of a sequence that it found.",
 )
-
-
-def version(checkout: Path) -> str:
-    """Two numbers, as in ``0.19``."""
-    text = (checkout / "megatron" / "core" / "package_info.py").read_text()
-    return ".".join(re.findall(r"^M\w+ = (\d+)", text, re.MULTILINE))
 
 
 def found(script: Path, added: str) -> str | None:

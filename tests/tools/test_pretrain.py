@@ -134,11 +134,9 @@ def test_a_broken_bound_is_status_1(checkout_here, tmp_path):
         "--variants=unfused,native",
         "--variant=wrong=--fused-chunked-ce --fused-ce-num-chunks 4 --wrong",
     )
-    done = run_here(pretrain.main, *words, "--time-limit=100")
+    done = run_here(pretrain.main, *words)
     assert done.returncode == 1 and "loss differs by 2.2e-02, bound 1.0e-06" in done.stdout, done.stdout
     assert "native" in done.stdout and "wrong none (ok at 64)" in done.stdout
-    late = run_here(pretrain.main, *words[:2], f"--out={tmp_path / 'late'}", "--time-limit=0.001")
-    assert late.returncode == 1 and pretrain.NOT_RUN in late.stdout
 
 
 @pytest.mark.parametrize(
