@@ -116,8 +116,4 @@ def write(path: Path, rows: Sequence[Row], source: Row) -> None:
     """The result file, and the page beside it."""
     own = [{k: v for k, v in row.items() if k not in source or source[k] != v} for row in rows]
     results.write(path, own, source)
-    write_page(path, [{**source, **row} for row in rows])
-
-
-def write_page(path: Path, rows: Sequence[Row]) -> None:
-    results.write_whole(path.with_suffix(".md"), page(rows))
+    results.write_whole(path.with_suffix(".md"), page([{**source, **row} for row in rows]))

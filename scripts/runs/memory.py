@@ -109,17 +109,13 @@ def notes(timelines: Sequence[Timeline]) -> Iterator[str]:
     """What a reader of the table must know."""
     if len(timelines) == 2:
         off, on = (timeline.peak()[0] for timeline in timelines)
-        yield f"the second's peak is {(off - on) / MIB:.1f} MiB lower, {_share(off, on)} of it"
+        yield f"the second's peak is {(off - on) / MIB:.1f} MiB lower, {(off - on) / off:.0%} of it"
     for timeline in timelines:
         if timeline.unaccounted_bytes:
             yield (
                 f"{timeline.name}: events of {timeline.unaccounted_bytes} bytes are missing; what "
                 "is drawn is off by that much at the step's end"
             )
-
-
-def _share(off: int, on: int) -> str:
-    return f"{(off - on) / off:.0%}" if off else "0%"
 
 
 def draw(timelines: Sequence[Timeline], path: Path) -> bool:

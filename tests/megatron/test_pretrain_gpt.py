@@ -45,29 +45,25 @@ def figures_of(checkout, tmp_path, flags, case):
     return megatron_logs.parse_logs([run.stdout])
 
 
-@on_checkouts
-@pytest.mark.parametrize("case", NUM_HEADS)
-def test_pretrain_gpt_flag_off_and_on(checkout, tmp_path, case):
-    """Within twice what Megatron's native loss differs by, or what its log can tell apart."""
-    stock, native = (figures_of(checkout, tmp_path, flags, case) for flags in ("", launches.STOCK["native"]))
-    for strategy in ("recompute", "store", "grad_in_forward"):
-        figures = figures_of(checkout, tmp_path, f"{CHUNKS} {strategy}", case)
-        assert figures.heads_fused == NUM_HEADS[case] * NUM_FORWARDS and not figures.logits_materialised
-        ours, yardstick = (pretrain.differences(one, stock) for one in (figures, native))
-        assert ours[0] <= max(1e-6, 2 * yardstick[0]) and ours[1] <= max(1e-5, 2 * yardstick[1])
+DEFERRED = "--defer-embedding-wgrad-compute"
+#: Of a case: strategies, with Megatron's deferral of weight gradients where that is named.
+BESIDE = dict.fromkeys(NUM_HEADS, ("recompute", "store", "grad_in_forward")) | dict.fromkeys(
+    ("pp2", "pp2-mtp deferred", "vpp-wgrad"),
+    (f"recompute {DEFERRED}", f"store {DEFERRED} --wgrad-deferral-limit 3"),
+)
 
 
 @on_checkouts
-@pytest.mark.parametrize("case", ["pp2", "pp2-mtp", "vpp-wgrad"])
-def test_pretrain_gpt_with_deferred_weight_gradients(checkout, tmp_path, case):
-    """Against a launch without Megatron's deferral, which is no reference (parallel/test_models.py)."""
+@pytest.mark.parametrize("name", BESIDE)
+def test_pretrain_gpt_flag_off_and_on(checkout, tmp_path, name):
+    """Within twice what Megatron's native loss differs by, or what its log can tell apart. Deferral without
+    the flag is no reference (parallel/test_models.py)."""
+    case = name.split()[0]
     stock, native = (figures_of(checkout, tmp_path, flags, case) for flags in ("", launches.STOCK["native"]))
-    deferred = "--defer-embedding-wgrad-compute"
-    for more in (f"recompute {deferred}", f"store {deferred} --wgrad-deferral-limit 3"):
+    for more in BESIDE[name]:
         figures = figures_of(checkout, tmp_path, f"{CHUNKS} {more}", case)
-        assert (
-            figures.heads_fused == NUM_HEADS.get(case, 1) * NUM_FORWARDS and not figures.logits_materialised
-        )
+        assert figures.heads_fused == NUM_HEADS.get(case, 1) * NUM_FORWARDS
+        assert not figures.logits_materialised
         ours, yardstick = (pretrain.differences(one, stock) for one in (figures, native))
         assert ours[0] <= max(1e-6, 2 * yardstick[0]) and ours[1] <= max(1e-5, 2 * yardstick[1])
 

@@ -237,14 +237,6 @@ def test_fp16_gradients_stay_finite(kind, values, temperature, label_weights, st
     assert_right(problem, run(problem, strategy))
 
 
-def test_nan_stays_with_its_token(device):
-    for at in ("hidden", "teacher_hidden"):
-        problem = make_problem(kind="jsd", device=device)
-        getattr(problem, at)[4, 1, 0] = torch.nan
-        made = run(problem).outputs.loss
-        assert made[1, 4].isnan() and made.isnan().sum() == 1
-
-
 # --- what is asked for --------------------------------------------------------------------------
 
 

@@ -29,10 +29,6 @@ def goes_wrong(rank: Rank, how: str):
     dist.barrier()
 
 
-def skips(rank: Rank):
-    pytest.skip("words on why")
-
-
 @pytest.mark.parametrize(
     ("how", "words"),
     [
@@ -53,11 +49,6 @@ def test_a_failing_rank(how, words):
     assert run_on_ranks(Ranks(2), its_number, 5) == [5, 6]
 
 
-def test_a_rank_skips():
-    with RankProcesses(2) as world, pytest.raises(pytest.skip.Exception, match="words on why"):
-        world.run(skips)
-
-
 def test_a_world_lives_on_and_heals():
     """Ranks that are kept are the same processes, until one fails."""
     with RankProcesses(2) as world:
@@ -69,16 +60,6 @@ def test_a_world_lives_on_and_heals():
     for process in first:
         with pytest.raises(ProcessLookupError):
             os.kill(process, 0)
-
-
-def makes_a_group(rank: Rank) -> int:
-    dist.new_group()
-    return len(dist.distributed_c10d._world.pg_map)
-
-
-def test_groups_of_a_test_end_with_it():
-    with RankProcesses(2, lives_on=True) as world:
-        assert world.run(makes_a_group) == world.run(makes_a_group) == [2, 2]
 
 
 def its_process(rank: Rank) -> int:
