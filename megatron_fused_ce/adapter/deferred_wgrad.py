@@ -12,6 +12,8 @@ is made at once.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import wraps
 from types import ModuleType
 from typing import Any
@@ -64,6 +66,20 @@ def later_of(layer: Any, open_grad_weight: OpenGradWeight) -> Later | None:
     if layer not in _of_layer:
         _of_layer[layer] = Later(getattr(config, "wgrad_deferral_limit", 0))
     return _of_layer[layer]
+
+
+@contextmanager
+def at_once(config: Any) -> Iterator[None]:
+    """Context in which a call of Megatron's own layer leaves nothing in its lists, and makes ``grad_weight``
+    in its backward: one for a metric has none, and would part inputs from gradients."""
+    if not is_on(config):
+        yield
+        return
+    config.defer_embedding_wgrad_compute = False
+    try:
+        yield
+    finally:
+        config.defer_embedding_wgrad_compute = True
 
 
 def _why_at_once(layer: Any, kind: str) -> str:

@@ -302,6 +302,19 @@ def _an_evaluation_before(stage: Any, rank: Rank) -> None:
         megatron.run_schedule(stage, [megatron.draw(rank)], rank, forward_only=True)
 
 
+def losses_of_real_logits(stage: Any, batch: megatron.Batch, rank: Rank) -> Any:
+    """Behind a metric, which makes logits of its own."""
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+    made = stage(batch.ids, *megatron.positions_and_mask(rank), labels=None)
+    if not stage.module.post_process:
+        return made
+    with torch.no_grad():
+        made.argmax(-1)
+    logits = made.clone().transpose(0, 1).contiguous()
+    return vocab_parallel_cross_entropy(logits, batch.labels.t().contiguous()).t()
+
+
 #: What happens to a stage before its steps, how its losses are made, calls that wait, and what is said.
 UNUSUAL = {
     "an overlap of which the config does not tell": (
@@ -309,6 +322,7 @@ UNUSUAL = {
     "nothing finishes the second step": (
         _nothing_finishes_the_second_step, megatron.losses_of, [1, 2, 3, 4], "begun by no schedule"),
     "an evaluation before": (_an_evaluation_before, megatron.losses_of, [1, 2, 3, 4] * 2, ""),
+    "a metric before real logits": (lambda stage, rank: None, losses_of_real_logits, [], ""),
 }  # fmt: skip
 
 
