@@ -446,7 +446,7 @@ def series_of(folder: Path, reference: str, judged: str, noise: Sequence[str]) -
     """Of the runs FOLDER/NAME-SEED. Raises UsageError where one of the names has none that can be paired, or
     is given twice."""
     if len({reference, judged, *noise}) != 2 + len(noise):
-        raise UsageError("--paired and --against-noise take different names: a run is no noise of itself")
+        raise UsageError("a run is no noise of itself: give --against-noise other names, each once")
     runs: dict[str, dict[int, Record]] = {}
     found = Series(reference, judged, tuple(noise), {})
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
@@ -796,6 +796,10 @@ def _given_runs(given: argparse.Namespace) -> list[Record]:
             "two runs are held against one of --against-noise; several seeds, with --paired, against more"
         )
     paths = [Path(path) for path in (*given.runs, *given.against_noise)]
+    if any(
+        path.exists() and noise.exists() and noise.samefile(path) for path in paths[:2] for noise in paths[2:]
+    ):
+        raise UsageError("a run is no noise of itself: give --against-noise another")
     names = _names_of(paths)
     names[:2] = given.names or names[:2]
     return [read_run(path, name) for path, name in zip(paths, names, strict=True)]
