@@ -510,7 +510,7 @@ def _sets(kept: Tensor, spans: Tensor, shape: torch.Size) -> tuple[Tensor, Tenso
     A set that ``kept`` does not have is the id -1, which is an error on every rank.
     """
     label, begin, end = spans.unbind(-1)
-    bad = (begin < 0) | (end > len(kept))
+    bad = (begin < 0) | (end < begin) | (end > len(kept))
     number = (end - begin).masked_fill(bad, 0).clamp_min(1)
     begin = torch.where(end > begin, begin, len(kept) + torch.arange(len(label), device=label.device))
     token = torch.repeat_interleave(number)

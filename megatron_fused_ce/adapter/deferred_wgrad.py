@@ -12,10 +12,14 @@ is made at once.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import wraps
 from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
+
+import torch
 
 from megatron_fused_ce.adapter import accuracy, report
 from megatron_fused_ce.wgrad import Later, OpenGradWeight, kind_of
@@ -26,7 +30,7 @@ CLEAR, FINISH = "clear_embedding_activation_buffer", "finish_embedding_wgrad_com
 
 #: Of each output layer that has one; not an attribute, which a copy of the layer would share.
 _of_layer: WeakKeyDictionary[Any, Later] = WeakKeyDictionary()
-#: Of each for which a schedule has begun a step: why its ``grad_weight`` cannot wait for the end, or empty.
+#: Of each in a step that a schedule has begun, until its end: why its ``grad_weight`` cannot wait, or empty.
 _why_not: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 
@@ -49,7 +53,7 @@ def reason_at_build(config: Any) -> str:
 def later_of(layer: Any, open_grad_weight: OpenGradWeight) -> Later | None:
     """Where a call of this layer leaves its ``grad_weight``, or None to make it at once."""
     config = layer.config
-    if not is_on(config):
+    if not (is_on(config) and torch.is_grad_enabled()):
         return None
     why_not = _why_at_once(layer, kind_of(open_grad_weight))
     if why_not:
@@ -62,6 +66,20 @@ def later_of(layer: Any, open_grad_weight: OpenGradWeight) -> Later | None:
     if layer not in _of_layer:
         _of_layer[layer] = Later(getattr(config, "wgrad_deferral_limit", 0))
     return _of_layer[layer]
+
+
+@contextmanager
+def at_once(config: Any) -> Iterator[None]:
+    """Context in which a call of Megatron's own layer leaves nothing in its lists, and makes ``grad_weight``
+    in its backward: one for a metric has none, and would part inputs from gradients."""
+    if not is_on(config):
+        yield
+        return
+    config.defer_embedding_wgrad_compute = False
+    try:
+        yield
+    finally:
+        config.defer_embedding_wgrad_compute = True
 
 
 def _why_at_once(layer: Any, kind: str) -> str:
@@ -138,6 +156,8 @@ def _finish(stock: Any) -> Any:
         # Calls on Megatron's path wait in its lists; of empty ones it would raise IndexError.
         if not is_own or embedding_module.grad_output_buffer:
             stock(config, embedding_module, *args, **kwargs)
+        if is_own:  # a step that is not begun like this one would not be finished, either
+            _why_not.pop(embedding_module.output_layer, None)
 
     return finish
 

@@ -228,7 +228,8 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
     def stock_logits(self, deferred: DeferredLogits) -> Tensor:
         """Real logits ``[s, b, V]``, by Megatron's own forward."""
         gathers = deferred.gathered or None
-        with self._as_called(deferred) as weight, _nothing_kept(self):
+        at_once = deferred_wgrad.at_once(self.config)
+        with self._as_called(deferred) as weight, _nothing_kept(self), at_once:
             logits, _ = super().__call__(deferred.hidden, weight=weight, runtime_gather_output=gathers)
         return logits  # type: ignore[no-any-return]
 

@@ -362,6 +362,13 @@ def _parallel(given: argparse.Namespace, model: DecoderSizes, gpus: int | None) 
 def _training(given: argparse.Namespace, parallel: Parallel) -> StepSettings:
     if given.bf16 and given.fp16:
         raise ValueError("both --bf16 and --fp16 are given: leave out one")
+    if given.defer_embedding_wgrad_compute and (
+        parallel.pipeline == 1 or not given.gradient_accumulation_fusion
+    ):
+        raise ValueError(
+            "Megatron refuses --defer-embedding-wgrad-compute without pipeline parallelism and gradient "
+            "accumulation fusion: leave it out"
+        )
     dtype = "bfloat16" if given.bf16 else "float16" if given.fp16 else "float32"
     sharded = given.use_megatron_fsdp or given.use_torch_fsdp2
     low = _low_gradients(given, dtype)

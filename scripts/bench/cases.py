@@ -47,6 +47,8 @@ def ranks_of(given: argparse.Namespace) -> int:
             f"--tp {given.tp} asks for {given.tp} ranks, there are {world_size()}: "
             f"torchrun --nproc-per-node {given.tp} -m scripts.bench ..."
         )
+    if given.ghost and given.tp in (None, 1):
+        raise UsageError("--ghost stands for the other ranks of --tp R: give R")
     return given.tp or world_size()
 
 

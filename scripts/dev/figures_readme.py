@@ -61,49 +61,54 @@ def whole_steps() -> str:
     return tables.markdown(["sequence length", *head], lines) + "\n"
 
 
-#: The head alone on one H200, and on four with sequence parallelism.
-HEADS = (
-    ("2026-11-21-h200-reach-llama3-8b", {"T": 32768, "tp": 1, "sp": False}),
-    ("2026-11-21-h200-tp4-reach", {"T": 32768, "tp": 4, "sp": True}),
-)
-#: On four GPUs neither native fusion was run, nor what has no tensor parallelism; verl's was run there alone.
-ONE_GPU, FOUR_GPUS = (name for name, _ in HEADS)
-NOT_MEASURED = {(FOUR_GPUS, name) for name in ("megatron-native", "liger", "cce")} | {(ONE_GPU, "verl-tp")}
+#: The head alone: operands of a head that trained on text and random ones on one H100, and four H200s.
+TRAINED, ON_FOUR = "2026-11-26-h100-80gb-hbm3-trained-t39", "2026-11-21-h200-tp4-reach"
+FOUR = {"T": 32768, "tp": 4, "sp": True}
 #: Label and variant of each row, and what it can do, in the columns' order (docs/features.md has sources).
 ROWS = (
-    ("Megatron unfused", "megatron-unfused", "yes", "yes", "yes", "yes"),
-    ("Megatron native fusion", "megatron-native", "yes", "yes", "yes", "yes"),
-    ("Megatron's layer + Transformer Engine's loss", "megatron-te", "yes", "yes", "yes", "yes"),
-    ("Liger, its default", "liger", "no", "no", "yes, a fourth GEMM", "no"),
-    ("Cut Cross Entropy", "cce", "yes", "no", "yes", "no"),
-    ("verl's linear cross entropy", "verl-tp", "yes", "partly", "yes", "no"),
-    ("**this, `--fused-chunked-ce`**", "auto", "yes", "yes", "yes", "yes"),
+    ("Megatron unfused", "megatron-unfused", "yes", "yes", "yes"),
+    ("Megatron native fusion", "megatron-native", "yes", "yes", "yes"),
+    ("Megatron's layer + Transformer Engine's loss", "megatron-te", "yes", "yes", "yes"),
+    ("torch.compile", "torch-compile", "no", "yes", "no"),
+    ("Liger, its default", "liger", "no", "a fourth GEMM", "no"),
+    ("Liger, chunks of 4096 tokens", "liger-large-chunks", "no", "a fourth GEMM", "no"),
+    ("Cut Cross Entropy, its default filter", "cce", "TP", "yes", "no"),
+    ("Cut Cross Entropy, `cce_exact`", "cce-exact", "TP", "yes", "no"),
+    ("verl's linear cross entropy", "verl-tp", "TP, partly SP", "yes", "no"),
+    ("**this, `--fused-chunked-ce`**", "auto", "yes", "yes", "yes"),
+    ("this, `--fused-ce-strategy store`", "store", "yes", "yes", "yes"),
 )
 
 
 def speed_and_memory() -> str:
-    """Time to the millisecond and peak to a tenth of a GiB: the rows' spread is 2 to 7 %."""
-    measured = [(Results(name), cell) for name, cell in HEADS]
-    head = ["", "one H200, ms", "GiB", "four H200s, ms", "GiB", "tensor parallel", "sequence parallel"]
-    head += ["per-token loss, any upstream gradient", "fused into `main_grad`"]
-    lines = [
-        [label, *(w for file, cell in measured for w in _time_and_peak(file, cell, variant)), *can]
-        for label, variant, *can in ROWS
-    ]
-    text = tables.markdown(head, lines)
-    # The last four columns are words.
-    return text.replace("---:|" * 8, "---:|" * 4 + "---|" * 4) + "\n"
+    """Ratios to a hundredth and peaks to a tenth of a GiB: the rows' spread is 2 to 11 %."""
+    trained, four = Results(TRAINED), Results(ON_FOUR)
+    chosen = plan(_inputs(four.row(variant="megatron-unfused", **FOUR)))
+    head = ["", "trained: time / GEMMs", "GiB", "error of `grad_hidden`", "random: time / GEMMs"]
+    head += ["four H200s, ms", "GiB", "TP and SP", "any upstream gradient", "`main_grad`"]
+    lines = []
+    for label, variant, *can in ROWS:
+        cells = ["–"] * 6
+        if row := trained.found(variant=variant, operands="trained"):
+            cells[:3] = (
+                _over_gemms(row),
+                f"{row['peak_mib'] / 1024:.1f}",
+                f"{row['errors']['grad_hidden']:.1e}",
+            )
+            cells[3] = _over_gemms(trained.row(variant=variant, operands="random, as wide"))
+        wanted = {"variant": variant, **FOUR}
+        if variant in ("auto", "store"):
+            wanted |= {"variant": chosen.strategy if variant == "auto" else variant, "chunk_tokens": 8192}
+        if row := four.found(**wanted):
+            cells[4:] = f"{row['time_ms']:.0f}", f"{row['peak_mib'] / 1024:.1f}"
+        lines.append([label, *cells, *can])
+    # The last three columns are words.
+    return tables.markdown(head, lines).replace("---:|" * 9, "---:|" * 6 + "---|" * 3) + "\n"
 
 
-def _time_and_peak(file: Results, cell: Row, variant: str) -> tuple[str, str]:
-    if (file.path.stem, variant) in NOT_MEASURED:
-        return "–", "–"
-    wanted: Row = {"variant": variant}
-    if variant == "auto":
-        chosen = plan(_inputs(file.row(variant="megatron-unfused", **cell)))
-        wanted = {"variant": chosen.strategy, "chunk_tokens": chosen.capacity}
-    row = file.row(**cell, **wanted)
-    return f"{row['time_ms']:.0f}", f"{row['peak_mib'] / 1024:.1f}"
+def _over_gemms(row: Row) -> str:
+    """Time over that of three GEMMs."""
+    return f"{row['ratio'] if row['base'] == 'roof' else row['over_roof']:.2f}"
 
 
 def _inputs(row: Row) -> PlanInputs:

@@ -22,11 +22,12 @@ A loss that is off by 1 % on average over the last 100 (twice the noise, if that
 pair can raise an alarm and no more: rounding drives two runs apart, too. Whether they train the same,
 runs of several seeds tell (--seeds, or folders RUNS/NAME-SEED with --paired). Each is held against the
 reference's of its seed, by the mean difference of the loss over the last 100 iterations. The mean of these
-over the seeds is at most twice the root mean square of what the runs of --against-noise differ by. Below
-three seeds, or three of those, the verdict is INCONCLUSIVE. Other names in RUNS are shown beside.
+over the seeds is at most twice the root mean square of what the runs of --against-noise differ by, and none
+of them more than ten times. So it is for the losses of multi-token prediction. Below three seeds, or three
+of those, the verdict is INCONCLUSIVE. Other names in RUNS are shown beside.
 
-A difference that the printed digits cannot tell is none. nan in one run alone, a
-step skipped by one alone, or a training loss that one alone logs, is a difference.
+A difference that the printed digits cannot tell is none. nan in one run alone, a step skipped by one alone,
+or a training loss that one alone logs, is a difference.
 
 Writes compare_loss.png and compare_loss.json to --out. Exit status: 0 the same, 1 different, 2 bad input,
 3 inconclusive.
@@ -80,6 +81,8 @@ LAST = 100
 #: Mean relative difference over these that raises an alarm in one pair.
 DRIFT = 0.01
 FEWEST_SEEDS = 3
+#: So many times what the mean over the seeds may differ by, the runs of one seed may.
+ONE_SEED = 5
 STATUS = {"SAME": 0, "DIFFERENT": 1, "INCONCLUSIVE": 3}
 
 
@@ -264,7 +267,7 @@ def compare(reference: Record, other: Record, noise: Record | None, judge: Judge
         curve.bound = judge.bound(name, precisions, largest(curve.first_of(curve.noise)))
         found.curves.append(curve)
         found.problems += curve.problems()
-    found.problems += _structure_problems(reference, other, losses)
+    found.problems += _structure_problems(reference, other)
     found.problems += _skip_problems(found, noise)
     found.notes = _notes(found) + found.notes
     return found
@@ -302,7 +305,7 @@ def _add_noise(curve: Curve, reference: Record, noise: Record) -> list[str]:
     return [] if curve.noise else [missing]
 
 
-def _structure_problems(reference: Record, other: Record, losses: Sequence[str]) -> list[str]:
+def _structure_problems(reference: Record, other: Record) -> list[str]:
     """Losses that one run alone logs. A log and TensorBoard may name them differently."""
     if reference.kind != other.kind:
         return []
@@ -381,6 +384,7 @@ class Series:
     noise: tuple[str, ...]
     pairs: dict[str, dict[int, list[Pair]]]  # of the loss, by name and seed
     notes: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)  # of the judged, beside this loss
 
     def differences(self, name: str) -> list[float]:
         return [mean_of_last(pairs) for _, pairs in sorted(self.pairs.get(name, {}).items())]
@@ -401,18 +405,22 @@ class Series:
         return max(YARDSTICK_FACTOR * self.spread, LOSS_RESOLUTION * size)
 
     def is_within(self, name: str) -> bool:
-        return abs(self.mean(name)) <= self.bound
+        each = all(abs(difference) <= ONE_SEED * self.bound for difference in self.differences(name))
+        return each and abs(self.mean(name)) <= self.bound
 
     @property
     def verdict(self) -> str:
         num_noise = sum(len(self.differences(name)) for name in self.noise)
         if len(self.differences(self.judged)) < FEWEST_SEEDS or num_noise < FEWEST_SEEDS:
             return "INCONCLUSIVE"
-        return "SAME" if self.is_within(self.judged) else "DIFFERENT"
+        return "DIFFERENT" if self.problems or not self.is_within(self.judged) else "SAME"
 
 
 def series_of(folder: Path, reference: str, judged: str, noise: Sequence[str]) -> Series:
-    """Of the runs FOLDER/NAME-SEED. Raises UsageError where one of the names has none that can be paired."""
+    """Of the runs FOLDER/NAME-SEED. Raises UsageError where one of the names has none that can be paired, or
+    is given twice."""
+    if len({reference, judged, *noise}) != 2 + len(noise):
+        raise UsageError("a run is no noise of itself: give --against-noise other names, each once")
     runs: dict[str, dict[int, Record]] = {}
     found = Series(reference, judged, tuple(noise), {})
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
@@ -422,14 +430,27 @@ def series_of(folder: Path, reference: str, judged: str, noise: Sequence[str]) -
             except UsageError as error:
                 found.notes.append(f"left out: {error}")
     ends = [record.iterations()[1] for of_seed in runs.values() for record in of_seed.values()]
+    others: dict[str, Series] = {}  # of the losses of multi-token prediction
     for name, of_seed in runs.items():
         for seed, record in of_seed.items():
             beside = runs.get(reference, {}).get(seed)
             if record.iterations()[1] < max(ends):
                 found.notes.append(f"left out: {record.name} ends at iteration {record.iterations()[1]}")
             elif name != reference and beside and beside.iterations()[1] == max(ends):
-                loss = record.training_losses[0]
-                found.pairs.setdefault(name, {})[seed] = pairs_of(beside, record, loss)
+                main, *more = [loss for loss in beside.training_losses if loss in record.curves] or [""]
+                if not main or not (pairs := pairs_of(beside, record, main)):
+                    found.notes.append(f"left out: {_nothing_shared(beside, record)}")
+                    continue
+                found.pairs.setdefault(name, {})[seed] = pairs
+                for loss in (loss for loss in more if loss.startswith("mtp")):
+                    if pairs := pairs_of(beside, record, loss):
+                        other = others.setdefault(loss, Series(reference, judged, tuple(noise), {}))
+                        other.pairs.setdefault(name, {})[seed] = pairs
+                if name == judged:
+                    found.problems += _structure_problems(beside, record)
+    for loss, other in others.items():
+        if judged in other.pairs and not other.is_within(judged):
+            found.problems.append(f"{loss} differs: {other.mean(judged):+.1e}, bound {other.bound:.1e}")
     if missing := [name for name in (judged, *noise) if name not in found.pairs]:
         names = ", ".join(missing)
         raise UsageError(f"{folder} has no runs NAME-SEED of {names} beside {reference} of the same seed")
@@ -504,8 +525,11 @@ def report_series(found: Series, out: Path, source: Row, console: Console, capti
     console.print(shown)
     for note in found.notes:
         console.print(f"note: {note}", soft_wrap=True)
+    for problem in found.problems:
+        console.print(f"[red]{problem}[/red]", soft_wrap=True)
     facts: Row = {
         "verdict": found.verdict,
+        "problems": found.problems,
         "judged": found.judged,
         "noise": found.noise,
         "notes": found.notes,
@@ -727,6 +751,10 @@ def _given_runs(given: argparse.Namespace) -> list[Record]:
             "two runs are held against one of --against-noise; several seeds, with --paired, against more"
         )
     paths = [Path(path) for path in (*given.runs, *given.against_noise)]
+    if any(
+        path.exists() and noise.exists() and noise.samefile(path) for path in paths[:2] for noise in paths[2:]
+    ):
+        raise UsageError("a run is no noise of itself: give --against-noise another")
     return [read_run(path, name) for path, name in zip(paths, _names_of(paths), strict=True)]
 
 

@@ -233,8 +233,9 @@ def test_sets_that_reach_beyond_the_kept_ids(rank: Rank, everywhere):
     with flag(deferred_logits=True), torch.no_grad():
         logits = build(Model(), rank)(ids, positions[:1], causal, labels=None).float()
     kept = torch.tensor([7, 9], device=rank.device)
-    for bad in (True, False, True):
-        spans = torch.tensor([[5, 0, 4 if bad and (everywhere or rank.rank) else 2]], device=rank.device)
+    for bad, span in ((True, (0, 4)), (False, ()), (True, (2, 1))):
+        span = span if bad and (everywhere or rank.rank) else (0, 2)
+        spans = torch.tensor([[5, *span]], device=rank.device)
         words = pytest.raises(ValueError, match=r"expected ids of the vocabulary|disagree on")
         with words if bad else nullcontext():
             logits.log_probs_of(lambda rows, spans=spans: [(rows[0, 3:4], spans)], kept=kept)

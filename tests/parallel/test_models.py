@@ -282,23 +282,73 @@ def test_what_megatrons_deferral_loses(rank: Rank, name):
         torch.testing.assert_close(kept[key], given, atol=1e-5, rtol=1e-4)
 
 
-@on_ranks(of_core(4, megatron.NEWEST, needs_nccl=megatron.DDP))
-def test_an_overlap_of_which_the_config_does_not_tell(rank: Rank):
-    """In a loop of one's own, which sets no ``no_sync_func``: DDP itself is asked."""
-    model, stock = Model(fused_wgrad=True, overlap=True), megatron.in_ddp
+def _without_no_sync(stage: Any, rank: Rank) -> None:
+    """In a loop of one's own: DDP itself is asked whether its reduction is overlapped."""
+    stage.config.no_sync_func = None
 
-    def without_no_sync(*args: Any) -> Any:
+
+def _nothing_finishes_the_second_step(stage: Any, rank: Rank) -> None:
+    config, stock = stage.config, stage.config.finalize_model_grads_func
+
+    def finalize(*args: Any, **kwargs: Any) -> None:
+        config.finalize_model_grads_func = None
+        stock(*args, **kwargs)
+
+    config.finalize_model_grads_func = finalize
+
+
+def _an_evaluation_before(stage: Any, rank: Rank) -> None:
+    with torch.no_grad():
+        megatron.run_schedule(stage, [megatron.draw(rank)], rank, forward_only=True)
+
+
+def losses_of_real_logits(stage: Any, batch: megatron.Batch, rank: Rank) -> Any:
+    """Behind a metric, which makes logits of its own."""
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+    made = stage(batch.ids, *megatron.positions_and_mask(rank), labels=None)
+    if not stage.module.post_process:
+        return made
+    with torch.no_grad():
+        made.argmax(-1)
+    logits = made.clone().transpose(0, 1).contiguous()
+    return vocab_parallel_cross_entropy(logits, batch.labels.t().contiguous()).t()
+
+
+#: What happens to a stage before its steps, how its losses are made, calls that wait, and what is said.
+UNUSUAL = {
+    "an overlap of which the config does not tell": (
+        _without_no_sync, megatron.losses_of, [], "the reduction of gradients starts before the bubble"),
+    "nothing finishes the second step": (
+        _nothing_finishes_the_second_step, megatron.losses_of, [1, 2, 3, 4], "begun by no schedule"),
+    "an evaluation before": (_an_evaluation_before, megatron.losses_of, [1, 2, 3, 4] * 2, ""),
+    "a metric before real logits": (lambda stage, rank: None, losses_of_real_logits, [], ""),
+}  # fmt: skip
+
+
+@on_ranks(of_core(4, megatron.NEWEST, needs_nccl=megatron.DDP))
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_deferral_in_unusual_steps(rank: Rank, name):
+    from megatron.core import parallel_state
+
+    changed, losses_of, expected, words = UNUSUAL[name]
+    model, stock = Model(fused_wgrad=True, overlap="overlap" in name), megatron.in_ddp
+
+    def in_ddp(*args: Any) -> Any:
         stages = stock(*args)
-        stages[0].config.no_sync_func = None
+        changed(stages[0], rank)
         return stages
 
     have_groups(1, 2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(megatron, "in_ddp", without_no_sync)
-        right = train(model, rank, 1, 2)
-        with flag(), waiting() as most:
-            kept = train(replace(model, extra=DEFERRED), rank, 1, 2)
-    assert not most
+        patch.setattr(megatron, "in_ddp", in_ddp)
+        patch.setattr(megatron, "losses_of", losses_of)
+        right = train(model, rank, 4, 2)
+        with flag(deferred_logits=True) as seen, waiting() as most:
+            kept = train(replace(model, extra={**DEFERRED, "wgrad_deferral_limit": 4}), rank, 4, 2)
+    is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+    assert most == expected * is_last
+    assert all(words and words in line for line in seen.lines("has no effect: grad_weight"))
     for key, given in right.items():
         torch.testing.assert_close(kept[key], given, atol=1e-5, rtol=1e-4)
 

@@ -376,6 +376,9 @@ def test_what_waits_for_the_bubble(limit, others, behind):
     for way, each in ((("store", 10**5), logits), (("recompute", 500), 0)):
         assert adds(way) == [uses * (hidden // 2 + 32 * 4096 + each) for uses in (others, behind, 0)]
         assert adds(way, "--overlap-grad-reduce") == [0, 0, 0]
+    # Megatron would lose them, over several data-parallel ranks; over one it does not.
+    assert adds(("native", 1), "--overlap-grad-reduce") == [0, 0, 0]
+    assert any(adds(("native", 1), "--overlap-grad-reduce --gpus 4"))
 
 
 def test_options_of_a_named_model_are_among_the_flags():

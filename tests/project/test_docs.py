@@ -19,6 +19,7 @@ from megatron_fused_ce.scripts.lib import results
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
+README = ROOT / "README.md"
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("[ks]*/README.md"), *sorted(DOCS.rglob("*.md"))]
 
 
@@ -146,6 +147,20 @@ def test_every_marked_figure_is_the_results(capsys):
     assert figures.main(["--check"]) == 0, capsys.readouterr()
 
 
+def test_a_measured_figure_of_the_readme_has_its_source_beside_it():
+    """Outside what `make figures` writes: a link to measurements, or the word for what was not run."""
+    text = re.sub(
+        r"<!-- make figures, ([\w ]+): begin.*?\1: end -->|```.*?```", "", README.read_text(), flags=re.DOTALL
+    )
+    measured = re.compile(
+        r"\d (?:ms|GiB|MiB|%|nats|tokens/s|MHz)(?!\w)|\d\.\d+ (?:to \d\.\d+ )?of|\de-\d|\dx?× "
+    )
+    claims = [part for part in re.split(r"\n\n|\n(?=[-|] ?)", text) if measured.search(part)]
+    assert len(claims) >= 8, "the pattern finds them"
+    sources = r"\]\(docs/(?:benchmarks/|images/|scaling\.md)|[Pp]redicted"
+    assert [part for part in claims if not re.search(sources, part)] == []
+
+
 def test_a_time_and_a_memory_are_a_row_of_the_results_linked_before_them():
     pairs = 0
     for page in sorted(DOCS.glob("migration/*.md")):
@@ -179,7 +194,7 @@ def test_troubleshooting_has_what_plan_predicts(capsys):
 
 def test_a_figure_that_is_not_the_results_is_told_and_put_right(tmp_path, capsys):
     readme, path = (ROOT / "README.md").read_text(), tmp_path / "README.md"
-    path.write_text(re.sub(r"(ce`\*\* \| )\d+ \|", r"\g<1>156 |", readme).replace("→ 43.2 ·", "→ 42.2 ·"))
+    path.write_text(re.sub(r"(ce`\*\* \| )1\.03 \|", r"\g<1>1.02 |", readme).replace("→ 43.2 ·", "→ 42.2 ·"))
     assert figures.main(["--check", "--readme", str(path)]) == 1
     told = re.findall(r": ([a-z ]+): out of date", capsys.readouterr().out)
     assert told == ["speed and memory", "plans"] and path.read_text() != readme, "--check writes nothing"

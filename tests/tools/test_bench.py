@@ -271,7 +271,7 @@ def test_an_upstream_gradient_that_was_not_promised_is_no_figure(tmp_path, monke
         *(["--strategies", name] for name in ("stroe", "store:x", "store/fast", "store:")),
         *(["--strategies", f"store/{ways}"] for ways in ("scaled_exp/gemm_rows", "max")),
         *(["--tp", "0"], ["--tp", "5", "--ghost", FAKE, *TINY], ["--blocks", "0"], ["--shapes", "llama"]),
-        *(["--shapes", "0x64"], ["--tp", "4"]),
+        *(["--shapes", "0x64"], ["--tp", "4"], ["--ghost", FAKE, *TINY]),
     ],
 )
 def test_arguments_that_do_not_fit(words):

@@ -281,6 +281,13 @@ SERIES = {
     "one ended early": (
         {"flag": (1e-4, 1e-4, 1e-4), "te": (1e-3, 1e-3, 1e-3), "late": (None,)}, "SAME",
         "left out: late-1 ends at iteration 120"),
+    "this way and that": ({"flag": (5e-2, -5e-2, 0), "te": (-2e-3, 1e-3, 2e-3)}, "DIFFERENT", ""),
+    "a loss of multi-token prediction": (
+        {"flag": (0, 0, 0), "te": (1e-3, 1e-3, 1e-3), "mtp": (0.1, 0.1, 0.1)}, "DIFFERENT",
+        "mtp_1 loss differs"),
+    "no loss of multi-token prediction": (
+        {"flag": (0, 0, 0), "te": (1e-3, 1e-3, 1e-3), "mtp": (0, None, 0)}, "DIFFERENT",
+        "only unfused-2 logs mtp_1 loss"),
     "an error on purpose": (
         {"flag": (1e-4, 1e-4, 1e-4), "te": (1e-3, 1e-3, 1e-3), "planted": (9e-3,)}, "SAME", "planted "),
 }  # fmt: skip
@@ -290,6 +297,10 @@ SERIES = {
 def test_pairs_by_seed(tmp_path, what):
     """Whatever a seed does by itself, far more than what is looked for, is none of the difference."""
     runs, verdict, said = SERIES[what]
+    runs, of_mtp = (
+        {name: errors for name, errors in runs.items() if name != "mtp"},
+        runs.get("mtp", (0, 0, 0)),
+    )
     for seed in (1, 2, 3):
         losses = trained(140, seed).losses
         for name, errors in ({"unfused": (0, 0, 0)} | runs).items():
@@ -299,6 +310,9 @@ def test_pairs_by_seed(tmp_path, what):
                 run = Trained(kept, dict.fromkeys(kept, 1.0))
                 (tmp_path / f"{name}-{seed}").mkdir()
                 text = run.log(end=140, stop_after=120 if by is None else None)
+                by = of_mtp[seed - 1] if name == "flag" else 0
+                if by is not None:
+                    text = text.replace("| loss scale", f"| mtp_1 loss: {5 * (1 + by):.6E} | loss scale")
                 (tmp_path / f"{name}-{seed}" / "out.log").write_text(text)
     words = [f"--paired={tmp_path}", "unfused", "flag", "--against-noise", "te", f"--out={tmp_path / 'out'}"]
     done = run_here(compare_loss.main, *words)
@@ -475,6 +489,10 @@ def test_the_files_that_it_writes(tmp_path, monkeypatch):
         (["off.log"], "give two runs"),
         (["--paired", "runs", "a"], "with --paired give two names"),
         (["--paired", "runs", "a", "b", "--against-noise", "c"], "has no runs NAME-SEED of b, c beside a"),
+        (["--paired", "runs", "a", "b", "--against-noise", "c", "b"], "a run is no noise of itself"),
+        (["--paired", "runs", "a", "b", "--against-noise", "c", "c"], "other names, each once"),
+        (["off.log", "late.log", "--against-noise", "late.log"], "a run is no noise of itself"),
+        (["--paired", "last", "a", "b", "--against-noise", "c"], "has no runs NAME-SEED of b, c beside a"),
         (["off.log", "nowhere.log"], "no file or folder"),
         (["off.log", "empty.log"], "has no iteration with a loss"),
         (["off.log", "noise.bin"], "has no iteration with a loss"),
@@ -500,6 +518,7 @@ def test_bad_input_is_one_line_and_status_2(tmp_path, monkeypatch, words, messag
         "late.log": trained(100).log(begin=90),
         "empty.log": "Megatron says hello\n",
     }
+    files |= {"last/a-1.log": RUN.log(), "last/b-1.log": RUN.log(begin=40)}
     files |= {f"runs/{name}/out.log": trained(3).log() for name in "ab"}
     files |= {f"many/{number}.txt": "" for number in range(30)}
     files |= dict.fromkeys(
