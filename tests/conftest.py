@@ -67,6 +67,9 @@ def no_call_before() -> None:
     parallel = sys.modules.get("megatron_fused_ce.parallel")
     if parallel is not None:
         parallel.forget()
+    promise = sys.modules.get("megatron_fused_ce.promise")
+    if promise is not None:  # the benchmark takes one that was broken before for its own
+        promise.counts = promise.Counts()
 
 
 def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
