@@ -325,14 +325,12 @@ def row_of(outcome: Outcome, outcomes: dict[str, Outcome], size: int) -> Row:
         "upstream": "one scalar" if ("loss", "one_upstream") in case.grads else "weights",
         **paired("ratio", outcome, outcomes.get(case.base)),
         "over": case.over,
-        **{k: v for key, other in others.items() for k, v in paired(key, outcome, other).items()},
-        **{
-            k: v for key, other in others.items() for k, v in paired(f"host_{key}", outcome, other, 3).items()
-        },
         **gpu.medians(outcome.readings),
         **dict.fromkeys(("forward_ms", "backward_ms", "time_ms", "host_ms", "spread", "tflops")),
         **case.told,
     }
+    for key, other in others.items():
+        row |= paired(key, outcome, other) | paired(f"host_{key}", outcome, other, 3)
     if samples and outcome.reason is None:
         columns = [*zip(*samples, strict=True)]
         for name, column in zip(("forward_ms", "backward_ms", "time_ms", "host_ms"), columns, strict=True):

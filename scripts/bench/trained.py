@@ -41,7 +41,7 @@ from megatron_fused_ce.command_line import (
     whole,
     writable_file,
 )
-from megatron_fused_ce.scripts.runs.real_text import texts
+from megatron_fused_ce.scripts.runs.real_text import byte_level_bpe, texts
 
 PLACES = ["/usr/lib", "/usr/include", "/usr/share/doc", "/usr/local/cuda/include"]
 PLACES += [sysconfig.get_path("stdlib"), *(folder for folder in sys.path if folder.endswith("-packages"))]
@@ -54,13 +54,7 @@ UNCOUNTED = 3  # steps: they compile
 
 def learn_tokens(sample: list[str], vocab: int) -> Callable[[list[str]], Tensor]:
     """A byte-level BPE of at most ``vocab`` ids, as texts to ``[N]`` int32, id 0 at the end of each."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-
-    tokenizer, of_bytes = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel
-    tokenizer.pre_tokenizer = of_bytes(add_prefix_space=False)
-    known: dict[str, Any] = {"special_tokens": ["<|end|>"], "initial_alphabet": of_bytes.alphabet()}
-    trainer = trainers.BpeTrainer(vocab_size=vocab, show_progress=False, **known)
-    tokenizer.train_from_iterator(sample, trainer)
+    tokenizer = byte_level_bpe(sample, vocab, ["<|end|>"])
 
     def ids(some: list[str]) -> Tensor:
         row = array("i")

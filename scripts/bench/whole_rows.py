@@ -5,8 +5,8 @@
     torchrun --nproc-per-node 2 -m scripts.bench.whole_rows invariant --tokens 65536 --name invariant-tp2
 
 ``topk``: time over that of the same chunks' GEMMs with fp32 output, and peak above inputs and outputs; beside
-it ``torch.topk`` on whole logits, at --whole-tokens. Ids
-and log-probabilities of some tokens are compared with fp64 before.
+it ``torch.topk`` on whole logits, at --whole-tokens. Ids and log-probabilities of some tokens are compared
+with fp64 before.
 
 ``invariant``: whether chunks of each length have the bits of whole logits (--whole-tokens at once) by
 Megatron's own kernels, of --tokens tokens; times and peaks of both. The exit status is 1 where bits differ or

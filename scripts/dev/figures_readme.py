@@ -98,7 +98,8 @@ def speed_and_memory() -> str:
             cells[3] = _over_gemms(trained.row(variant=variant, operands="random, as wide"))
         wanted = {"variant": variant, **FOUR}
         if variant in ("auto", "store"):
-            wanted |= {"variant": chosen.strategy if variant == "auto" else variant, "chunk_tokens": 8192}
+            strategy = chosen.strategy if variant == "auto" else variant
+            wanted |= {"variant": strategy, "chunk_tokens": chosen.capacity}
         if row := four.found(**wanted):
             cells[4:] = f"{row['time_ms']:.0f}", f"{row['peak_mib'] / 1024:.1f}"
         lines.append([label, *cells, *can])

@@ -510,31 +510,20 @@ def draw_series(found: Series, rows: Sequence[Row], path: Path, caption: str = "
 
 def report_series(found: Series, out: Path, source: Row, console: Console, caption: str = "") -> None:
     """Prints the table and the verdict, writes the picture and the figures."""
-    rows, title = (
-        rows_of_series(found),
-        f"less {found.reference} of the same seed, last {LAST} iterations, nats",
-    )
+    rows = rows_of_series(found)
+    title = f"less {found.reference} of the same seed, last {LAST} iterations, nats"
     shown = tables.terminal(title, ["", "mean", "bound", "of each seed"])
     for row in rows:
-        cells = [
-            f"{row['mean']:+.1e}",
-            f"{found.bound:.1e}",
-            " ".join(f"{x:+.1e}" for x in row["differences"]),
-        ]
-        shown.add_row(row["variant"], *cells, style="" if row["within"] else "red")
+        each = " ".join(f"{x:+.1e}" for x in row["differences"])
+        cells = row["variant"], f"{row['mean']:+.1e}", f"{found.bound:.1e}", each
+        shown.add_row(*cells, style="" if row["within"] else "red")
     console.print(shown)
     for note in found.notes:
         console.print(f"note: {note}", soft_wrap=True)
     for problem in found.problems:
         console.print(f"[red]{problem}[/red]", soft_wrap=True)
-    facts: Row = {
-        "verdict": found.verdict,
-        "problems": found.problems,
-        "judged": found.judged,
-        "noise": found.noise,
-        "notes": found.notes,
-    }
-    facts |= {"spread": found.spread, "bound": found.bound, "caption": caption}
+    names = ("verdict", "problems", "judged", "noise", "notes", "spread", "bound")
+    facts: Row = {name: getattr(found, name) for name in names} | {"caption": caption}
     results.write(out / "compare_loss.json", rows, source | facts)
     draw_series(found, rows, out / "compare_loss.png", caption)
     console.print(found.verdict)

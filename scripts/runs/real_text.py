@@ -17,8 +17,9 @@ import random
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_fused_ce.command_line import Parser, command, whole, writable_folder
 
@@ -48,20 +49,26 @@ def texts(roots: list[Path], megabytes: float) -> Iterator[str]:
             return
 
 
+def byte_level_bpe(some: Iterable[str], vocab: int, special: Sequence[str] = ()) -> Any:
+    """A tokenizer of at most ``vocab`` ids learned from these texts; the first ids are ``special``."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    bpe, of_bytes = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel
+    bpe.pre_tokenizer = of_bytes(add_prefix_space=False)
+    known: dict[str, Any] = {"special_tokens": [*special], "initial_alphabet": of_bytes.alphabet()}
+    trainer = trainers.BpeTrainer(vocab_size=vocab, show_progress=False, **known)
+    bpe.train_from_iterator(some, trainer)
+    return bpe
+
+
 def train_tokenizer(lines: Path, vocab: int, folder: Path) -> None:
     """A byte-level BPE of ``vocab`` ids, the last of them END."""
     import tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
-    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocab - 1, initial_alphabet=alphabet, show_progress=False
-    )
     with open(lines) as file:
-        bpe.train_from_iterator((json.loads(line)["text"] for line in file), trainer)
+        bpe = byte_level_bpe((json.loads(line)["text"] for line in file), vocab - 1)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
     if (found := bpe.get_vocab_size()) != vocab - 1:
         sys.exit(
             f"the text has {found} tokens and not {vocab - 1}: give more --megabytes or a smaller --vocab"
