@@ -97,7 +97,10 @@ def main(words: list[str]) -> int:
     preprocess = f"--append-eod --input {lines} --output-prefix {out / 'real'} --workers {os.cpu_count()}"
     preprocess += f" --tokenizer-type HuggingFaceTokenizer --tokenizer-model {out / 'tokenizer'}"
     script = given.megatron / "tools" / "preprocess_data.py"
-    return subprocess.run([sys.executable, script, *preprocess.split()]).returncode
+    # The script appends its checkout to the path, behind a megatron-core that is installed.
+    search = os.pathsep.join(filter(None, [str(given.megatron.resolve()), os.environ.get("PYTHONPATH")]))
+    words = [sys.executable, script, *preprocess.split()]
+    return subprocess.run(words, env={**os.environ, "PYTHONPATH": search}).returncode
 
 
 if __name__ == "__main__":
