@@ -1,4 +1,4 @@
-"""The GPU's clock, power and temperature while it is timed: part of every result of scripts.bench."""
+"""The GPU's clock, power and temperature while it is timed: part of every result."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ NAMES = ("sm_mhz", "watts", "celsius")
 Reading = tuple[float, float, float]
 #: All of this process, in order.
 readings: list[Reading] = []
+#: Per cent of the time since NVML's last look, below which a GPU that others use tells of its idle clock.
+BUSY = 50
 
 
 def look() -> None:
@@ -21,9 +23,25 @@ def look() -> None:
     import torch
 
     if torch.cuda.is_initialized():
-        with contextlib.suppress(Exception):  # NVML's own, no pynvml: a figure without is still a figure
-            of = torch.cuda.clock_rate(), torch.cuda.power_draw() / 1000, torch.cuda.temperature()
-            readings.append(of)
+        _read(torch.cuda.current_device())
+
+
+def look_at_others_work() -> None:
+    """Add a reading of each GPU that is busy: with launches, while this process waits for them."""
+    import torch
+
+    with contextlib.suppress(Exception):
+        for device in range(torch.cuda.device_count()):
+            if torch.cuda.utilization(device) >= BUSY:
+                _read(device)
+
+
+def _read(device: int) -> None:
+    import torch
+
+    with contextlib.suppress(Exception):  # NVML's own, no pynvml: a figure without is still a figure
+        watts = torch.cuda.power_draw(device) / 1000
+        readings.append((torch.cuda.clock_rate(device), watts, torch.cuda.temperature(device)))
 
 
 def medians(of: Sequence[Reading]) -> dict[str, float]:

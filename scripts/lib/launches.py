@@ -25,6 +25,7 @@ from pathlib import Path
 
 from megatron_fused_ce.adapter.arguments import FLAG
 from megatron_fused_ce.command_line import UsageError
+from megatron_fused_ce.scripts.lib import gpu
 from megatron_fused_ce.scripts.lib.logs import LAUNCHER_LOG, Figures, last_iteration, log_texts, parse_logs
 from megatron_fused_ce.scripts.lib.results import PACKAGE, REPOSITORY, SCRIPTS, version, write_whole
 
@@ -91,7 +92,7 @@ class Started:
 
     def finish(self, timeout_s: float, progress: Callable[[str], None] = lambda _: None) -> Figures:
         """Wait for its end; ``progress`` is told of each new iteration."""
-        began = time.monotonic()
+        began, looked = time.monotonic(), len(gpu.readings)
         status, told = "", ""
         try:
             while not status:
@@ -100,6 +101,7 @@ class Started:
                     code = self.process.wait(max(0.0, min(POLL_S, left)))
                     status = "failed" if code else "ok"
                 except subprocess.TimeoutExpired:
+                    gpu.look_at_others_work()
                     if left <= POLL_S:
                         status = f"timed out after {timeout_s:.0f} s"
                     if (now := last_iteration(self.folder)) != told:
@@ -110,6 +112,7 @@ class Started:
                 end_launch(self.process)
         figures = parse_logs(log_texts(self.folder))
         figures.wall_s = round(time.monotonic() - began, 1)
+        figures.gpu = gpu.medians(gpu.readings[looked:])
         if status == "ok":
             figures.status, figures.error = status, ""
         elif figures.status != "out of memory":

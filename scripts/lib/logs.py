@@ -127,6 +127,7 @@ class Figures:
     logits_materialised: int | None = None
     heads_stock: int | None = None
     wall_s: float = 0.0
+    gpu: dict[str, float] = field(default_factory=dict)  # medians of its clock, power and temperature
     error: str = ""
 
     @property

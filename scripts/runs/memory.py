@@ -9,8 +9,9 @@ step --step, whose allocations one rank records by torch's memory snapshots. Wit
 runs, in this process. Allocations are told apart by their Python stacks (snapshots.py). Bytes
 are those that were asked for; the allocator's own peak, which rounds them up, stands beside.
 
-Kernels are waited for one by one (CUDA_LAUNCH_BLOCKING=1), so that the picture's time is the device's;
---host-time leaves that out. It needs a GPU, --draw does not.
+Kernels are waited for one by one (CUDA_LAUNCH_BLOCKING=1), so that the picture's time is the device's, in
+per cent of the step: it does not tell how long a step takes in training. --host-time leaves that out. It
+needs a GPU, --draw does not.
 
 Writes memory_profile.json, memory_profile.png and, for torch's own viewer (https://pytorch.org/memory_viz),
 a snapshot file of each run to --out. Snapshot files are pickles: open only your own. Exit status: 0
@@ -68,8 +69,8 @@ if TYPE_CHECKING:
     from megatron_fused_ce.scripts.bench.op import Case
     from megatron_fused_ce.scripts.bench.problem import World
 
-#: Of the picture's height: less than that is no line of it, and not in its legend.
-VISIBLE = 1 / 250
+#: Of the highest peak: less than that is hard to find in the picture, and not in its legend.
+VISIBLE = 1 / 60
 #: The head stands out; what lives as long as the training is grey.
 COLOURS = {
     WEIGHTS: "#969696",
@@ -137,9 +138,9 @@ def draw(timelines: Sequence[Timeline], path: Path) -> bool:
         axes.set_ylim(0, 1.22 * highest / scale)
         axes.set_ylabel(unit)
     facts = timelines[0].facts
-    clock = "ms" if facts.get("waits_for_kernels") else "ms on the host"
-    panels[-1, 0].set_xlabel(f"{clock}, since the step began")
-    panels[-1, 0].set_xlim(left=0)
+    clock = "device, waited for after each kernel" if facts.get("waits_for_kernels") else "host"
+    panels[-1, 0].set_xlabel(f"% of the step, time of the {clock}")
+    panels[-1, 0].set_xlim(0, 100)
     about = [facts[name] for name in ("what", "device") if facts.get(name)]
     figure.suptitle(": ".join(["Memory of one step", ", ".join(about)]), fontsize=10)
     patches = [Patch(color=COLOURS[name], label=name) for name in reversed(CATEGORIES) if name in used]
@@ -151,7 +152,9 @@ def draw(timelines: Sequence[Timeline], path: Path) -> bool:
 def _draw_one(axes: Any, timeline: Timeline, unit: str, scale: int, visible: float) -> set[str]:
     """The categories stacked over time; returns those of ``visible`` bytes or more."""
     width, columns = timeline.columns(NUM_COLUMNS)
-    times = [width * i / 1e3 for i in range(len(columns) + 1)]
+    # In no unit of time: a step whose kernels are waited for is slower than one in training.
+    per_cent = 100 / (width * len(columns))
+    times = [width * per_cent * i for i in range(len(columns) + 1)]
     used = [name for name in CATEGORIES if any(column[name] for column in columns)]
     below = [0.0] * len(times)
     for name in used:
@@ -165,12 +168,12 @@ def _draw_one(axes: Any, timeline: Timeline, unit: str, scale: int, visible: flo
     axes.plot([0, times[-1]], [size / scale] * 2, color="black", lw=0.8, ls=":")
     text = f"{timeline.name}: peak {size / scale:.2f} {unit}, of it head {at_peak[HEAD] / scale:.2f}"
     axes.text(0.005, 0.985, text, transform=axes.transAxes, ha="left", va="top", fontsize=9)
-    axes.plot([at / 1e3], [size / scale], "v", color="black", ms=4)
+    axes.plot([at * per_cent], [size / scale], "v", color="black", ms=4)
     if len(timeline.marks) <= MOST_MARKS:
         for when, what in timeline.marks:
-            axes.axvline(when / 1e3, ymax=0.9, color="black", lw=0.5, alpha=0.5)
+            axes.axvline(when * per_cent, ymax=0.9, color="black", lw=0.5, alpha=0.5)
             axes.annotate(
-                what, (when / 1e3, 0.885), xycoords=("data", "axes fraction"), fontsize=7,
+                what, (when * per_cent, 0.885), xycoords=("data", "axes fraction"), fontsize=7,
                 xytext=(2, 0), textcoords="offset points", va="top",
             )  # fmt: skip
     axes.spines[["top", "right"]].set_visible(False)

@@ -171,6 +171,7 @@ def row_of(run: Run, of: dict[str, Figures]) -> dict[str, Any]:
     row |= {"T": run.case.num_tokens, "status": figures.status, "time_ms": time_ms, "spread": spread}
     row["tokens_per_s"] = round(1e3 * row["T"] / time_ms, 1) if time_ms else None
     row |= {"peak_mib": figures.max_allocated_mb, "loss_difference": None, "problems": []}
+    row |= figures.gpu
     row |= {"command": run.command, "figures": asdict(figures)}
     if figures.status != "ok":
         if not figures.status.startswith(("out of memory", NOT_TRIED)):
@@ -226,12 +227,15 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         "max allocated MiB",
         "last lm loss",
         "loss difference",
+        "MHz",
+        "W",
     ]
     lines = []
     for row in rows:
         last = row["figures"]["losses"].get("lm loss", [None])[-1]
         cells = [tables.cell(row["tokens_per_s"], ".0f"), tables.cell(row["peak_mib"], ".0f")]
         cells += [tables.cell(last, ".6f"), tables.cell(row["loss_difference"], ".1e")]
+        cells += [tables.cell(row.get(name), ".0f") for name in ("sm_mhz", "watts")]
         verdict = "; ".join(row["problems"]) or (row["status"] if row["status"] != "ok" else "yes")
         lines.append([row["version"], row["T"], row["variant"], *cells, verdict])
     return tables.markdown([*head, "within bounds"], lines, left=len(head) + 1)

@@ -187,6 +187,7 @@ def _record(launches: Launches, cell: Cell, figures: Figures) -> dict[str, Any]:
         "spread": spread,
         "peak_mib": figures.max_allocated_mb,
         "figures": figures,
+        **figures.gpu,
     }
 
 
