@@ -206,9 +206,11 @@ def all_runs(device: str) -> list[str]:
     return [*main, *(f"planted-{error}-1" for error in PLANTS)]
 
 
-CAPTION = """What remains to be doubted: sources and documentation are the text; three seeds, one of each
-planted error; less than one epoch; 512 tokens a sequence; TP 1; no flash attention; of Transformer Engine
-its loss alone."""
+CAPTION = (
+    "What remains to be doubted: sources and documentation are the text; a handful of seeds, one of each "
+    "planted error; less than one epoch; 512 tokens a sequence; TP 1; no flash attention; of Transformer "
+    "Engine its loss alone."
+)
 
 
 @command("same_training")
@@ -238,8 +240,8 @@ def main(words: list[str]) -> int:
     noise = [name for name in STOCK if name in trained and name != REFERENCE]
     found = compare.series_of(options.out, REFERENCE, "flag", noise)
     compare.report_series(found, options.out, source, Console(highlight=False, width=110), CAPTION)
-    unseen = [name for name in found.pairs if name.startswith("planted") and found.is_within(name)]
-    print(f"planted and not seen: {', '.join(unseen) or 'none'}")
+    for name in (name for name in found.names if name.startswith("planted")):
+        print(f"{name}: {'; '.join(figure.what for figure in found.outside(name)) or 'not seen'}")
     return compare.STATUS[found.verdict]
 
 

@@ -23,7 +23,7 @@ def look() -> None:
     import torch
 
     if torch.cuda.is_initialized():
-        _read(torch.cuda.current_device())
+        _read(None)
 
 
 def look_at_others_work() -> None:
@@ -36,7 +36,8 @@ def look_at_others_work() -> None:
                 _read(device)
 
 
-def _read(device: int) -> None:
+def _read(device: int | None) -> None:
+    """``device`` None: the current one."""
     import torch
 
     with contextlib.suppress(Exception):  # NVML's own, no pynvml: a figure without is still a figure

@@ -21,9 +21,14 @@ gradient norms by their ratio, over the first --first iterations, against
 A loss that is off by 1 % on average over the last 100 (twice the noise, if that is more) is one too. One
 pair can raise an alarm and no more: rounding drives two runs apart, too. Whether they train the same,
 runs of several seeds tell (--seeds, or folders RUNS/NAME-SEED with --paired). Each is held against the
-reference's of its seed, by the mean difference of the loss over the last 100 iterations. The mean of these
-over the seeds is at most twice the root mean square of what the runs of --against-noise differ by, and none
-of them more than ten times. So it is for the losses of multi-token prediction. Below three seeds, or three
+reference's of its seed, by
+
+    the last 100     the mean difference of the loss, and over the seeds the mean of these
+    the first        the root mean square of the loss's differences over the --first iterations, where an
+                     error shows before rounding has driven the runs apart; so for the gradient norm
+
+and losses of multi-token prediction by both. Over the seeds it is at most twice the root mean square of what
+the runs of --against-noise differ by, and no run of one seed more than ten times. Below three seeds, or three
 of those, the verdict is INCONCLUSIVE. Other names in RUNS are shown beside.
 
 A difference that the printed digits cannot tell is none. nan in one run alone, a step skipped by one alone,
@@ -40,6 +45,7 @@ import math
 import re
 import statistics
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -64,6 +70,7 @@ from megatron_fused_ce.scripts.lib.losses import (
     FP32_GRAD_NORM_BOUND,
     FP32_LOSS_BOUND,
     GRAD_NORM_BOUND,
+    GRAD_NORM_RESOLUTION,
     LOSS_BOUND,
     LOSS_RESOLUTION,
     YARDSTICK_FACTOR,
@@ -103,6 +110,12 @@ class Pair:
     def difference(self) -> float:
         """Relative; inf where one alone is finite."""
         return relative_difference(self.other, self.reference, self.tolerance)
+
+    @property
+    def gap(self) -> float:
+        """Other less reference; 0 where neither is finite."""
+        neither = not (math.isfinite(self.other) or math.isfinite(self.reference))
+        return 0.0 if neither else self.other - self.reference
 
 
 def paired(reference: Sequence[Point], other: Sequence[Point], *, alike: bool) -> list[Pair]:
@@ -376,156 +389,257 @@ def _notes(found: Comparison) -> list[str]:
 
 
 @dataclass
-class Series:
-    """Differences from the reference by name and seed, in nats: means over the last LAST iterations."""
+class Judged:
+    """One figure of each run that is paired, by name and seed, and how large it may be.
 
-    reference: str
-    judged: str
-    noise: tuple[str, ...]
-    pairs: dict[str, dict[int, list[Pair]]]  # of the loss, by name and seed
-    notes: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)  # of the judged, beside this loss
+    ``first``: the root mean square of the differences over the first iterations, otherwise their mean over
+    the last; over the seeds by the same rule.
+    """
 
-    def differences(self, name: str) -> list[float]:
-        return [mean_of_last(pairs) for _, pairs in sorted(self.pairs.get(name, {}).items())]
+    what: str
+    first: bool
+    values: dict[str, dict[int, float]]
+    noise: Sequence[str]  # names of runs that are the same as the reference
+    least: float  # what the printed digits tell apart
 
-    def mean(self, name: str) -> float:
-        return statistics.fmean(self.differences(name))
+    def of(self, name: str) -> list[float]:
+        return [value for _, value in sorted(self.values.get(name, {}).items())]
+
+    def over_seeds(self, name: str) -> float:
+        return root_mean_square(self.of(name)) if self.first else statistics.fmean(self.of(name))
 
     @property
     def spread(self) -> float:
         """Root mean square of what runs that are the same differ by."""
-        of_noise = [difference for name in self.noise for difference in self.differences(name)]
-        return math.sqrt(statistics.fmean(x * x for x in of_noise)) if of_noise else math.nan
+        return root_mean_square([value for name in self.noise for value in self.of(name)])
 
     @property
     def bound(self) -> float:
-        """At least what seven printed digits tell apart."""
-        size = max(abs(pair.reference) for pair in self.pairs[self.judged][min(self.pairs[self.judged])])
-        return max(YARDSTICK_FACTOR * self.spread, LOSS_RESOLUTION * size)
+        return max(YARDSTICK_FACTOR * self.spread, self.least)
 
     def is_within(self, name: str) -> bool:
-        each = all(abs(difference) <= ONE_SEED * self.bound for difference in self.differences(name))
-        return each and abs(self.mean(name)) <= self.bound
+        each = all(abs(value) <= ONE_SEED * self.bound for value in self.of(name))
+        return each and abs(self.over_seeds(name)) <= self.bound
+
+
+def root_mean_square(values: Sequence[float]) -> float:
+    return math.sqrt(statistics.fmean(x * x for x in values)) if values else math.nan
+
+
+#: Pairs by curve, name and seed.
+Paired = dict[str, dict[str, dict[int, list[Pair]]]]
+
+
+@dataclass
+class Series:
+    """What is judged of the runs of several seeds; first of all the loss over the last iterations."""
+
+    reference: str
+    judged: str
+    noise: tuple[str, ...]
+    figures: list[Judged] = field(default_factory=list)
+    pairs: dict[str, dict[int, list[Pair]]] = field(default_factory=dict)  # of the loss, by name and seed
+    notes: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def names(self) -> list[str]:
+        """The judged run's, the noise's, and others, the nearest to the bounds first."""
+        first = [self.judged, *self.noise]
+        return [*first, *sorted(self.pairs.keys() - set(first), key=lambda name: (self.largest(name), name))]
+
+    def largest(self, name: str) -> float:
+        """Over the figures, times the bound."""
+        those = [figure for figure in self.figures if name in figure.values]
+        return max((abs(figure.over_seeds(name)) / figure.bound for figure in those), default=0.0)
+
+    def outside(self, name: str) -> list[Judged]:
+        return [figure for figure in self.figures if name in figure.values and not figure.is_within(name)]
 
     @property
     def verdict(self) -> str:
-        num_noise = sum(len(self.differences(name)) for name in self.noise)
-        if len(self.differences(self.judged)) < FEWEST_SEEDS or num_noise < FEWEST_SEEDS:
+        last = self.figures[0]
+        if (
+            len(last.of(self.judged)) < FEWEST_SEEDS
+            or sum(len(last.of(n)) for n in self.noise) < FEWEST_SEEDS
+        ):
             return "INCONCLUSIVE"
-        return "DIFFERENT" if self.problems or not self.is_within(self.judged) else "SAME"
+        return "DIFFERENT" if self.problems else "SAME"
 
 
-def series_of(folder: Path, reference: str, judged: str, noise: Sequence[str]) -> Series:
+def series_of(
+    folder: Path, reference: str, judged: str, noise: Sequence[str], first: int = Judge.first
+) -> Series:
     """Of the runs FOLDER/NAME-SEED. Raises UsageError where one of the names has none that can be paired, or
     is given twice."""
     if len({reference, judged, *noise}) != 2 + len(noise):
         raise UsageError("a run is no noise of itself: give --against-noise other names, each once")
-    runs: dict[str, dict[int, Record]] = {}
-    found = Series(reference, judged, tuple(noise), {})
-    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        if match := re.fullmatch(r"(.+)-(\d+)(?:\.log)?", path.name):
-            try:
-                runs.setdefault(match[1], {})[int(match[2])] = read_run(path, path.name)
-            except UsageError as error:
-                found.notes.append(f"left out: {error}")
-    ends = [record.iterations()[1] for of_seed in runs.values() for record in of_seed.values()]
-    others: dict[str, Series] = {}  # of the losses of multi-token prediction
-    for name, of_seed in runs.items():
-        for seed, record in of_seed.items():
-            beside = runs.get(reference, {}).get(seed)
-            if record.iterations()[1] < max(ends):
-                found.notes.append(f"left out: {record.name} ends at iteration {record.iterations()[1]}")
-            elif name != reference and beside and beside.iterations()[1] == max(ends):
-                main, *more = [loss for loss in beside.training_losses if loss in record.curves] or [""]
-                if not main or not (pairs := pairs_of(beside, record, main)):
-                    found.notes.append(f"left out: {_nothing_shared(beside, record)}")
-                    continue
-                found.pairs.setdefault(name, {})[seed] = pairs
-                for loss in (loss for loss in more if loss.startswith("mtp")):
-                    if pairs := pairs_of(beside, record, loss):
-                        other = others.setdefault(loss, Series(reference, judged, tuple(noise), {}))
-                        other.pairs.setdefault(name, {})[seed] = pairs
-                if name == judged:
-                    found.problems += _structure_problems(beside, record)
-    for loss, other in others.items():
-        if judged in other.pairs and not other.is_within(judged):
-            found.problems.append(f"{loss} differs: {other.mean(judged):+.1e}, bound {other.bound:.1e}")
+    found = Series(reference, judged, tuple(noise))
+    runs = _runs_in(folder, found.notes)
+    pairs: Paired = {}
+    ends: dict[str, int] = {}  # of a curve's first iterations
+    for (name, seed), record in runs.items():
+        beside = runs.get((reference, seed))
+        if name == reference or beside is None:
+            continue
+        main = next((loss for loss in beside.training_losses if loss in record.curves), "")
+        if not main or not pairs_of(beside, record, main):
+            found.notes.append(f"left out: {_nothing_shared(beside, record)}")
+            continue
+        for curve in beside.curves.keys() & record.curves.keys():
+            shown = "loss" if curve == main else curve
+            if (curve in (main, GRAD_NORM) or curve.startswith("mtp")) and (
+                of_curve := pairs_of(beside, record, curve)
+            ):
+                pairs.setdefault(shown, {}).setdefault(name, {})[seed] = of_curve
+                ends[shown] = _first_iteration(beside.curves[curve], of_curve[0]) + first - 1
+        if name == judged:
+            found.problems += _structure_problems(beside, record)
+    found.pairs = pairs.get("loss", {})
     if missing := [name for name in (judged, *noise) if name not in found.pairs]:
         names = ", ".join(missing)
         raise UsageError(f"{folder} has no runs NAME-SEED of {names} beside {reference} of the same seed")
+    for curve in sorted(pairs, key=lambda curve: (curve != "loss", curve == GRAD_NORM, curve)):
+        for figure in _figures_of(curve, pairs[curve], ends[curve], found.noise):
+            _judge(figure, found)
     return found
 
 
+def _runs_in(folder: Path, notes: list[str]) -> dict[tuple[str, int], Record]:
+    """By name and seed, those that reach the last iteration; notes about the rest."""
+    runs: dict[tuple[str, int], Record] = {}
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        if match := re.fullmatch(r"(.+)-(\d+)(?:\.log)?", path.name):
+            try:
+                runs[match[1], int(match[2])] = read_run(path, path.name)
+            except UsageError as error:
+                notes.append(f"left out: {error}")
+    ends = {key: record.iterations()[1] for key, record in runs.items()}
+    for key, end in ends.items():
+        if end < max(ends.values()):
+            notes.append(f"left out: {runs.pop(key).name} ends at iteration {end}")
+    return runs
+
+
+def _figures_of(
+    curve: str, pairs: dict[str, dict[int, list[Pair]]], last_first: int, noise: Sequence[str]
+) -> Iterator[Judged]:
+    """Of the last iterations, but for gradient norms, and of the first, where lines of the logs tell them."""
+    every = [pair for of_seed in pairs.values() for of_run in of_seed.values() for pair in of_run]
+    size = max((abs(pair.reference) for pair in every if math.isfinite(pair.reference)), default=0.0)
+    resolution = GRAD_NORM_RESOLUTION if curve == GRAD_NORM else LOSS_RESOLUTION
+    least = max(resolution * size, *(pair.tolerance for pair in every))
+    for first in (True,) if curve == GRAD_NORM else (False, True):
+        values: dict[str, dict[int, float]] = {}
+        for name, of_seed in pairs.items():
+            for seed, of_run in of_seed.items():
+                if not first:
+                    values.setdefault(name, {})[seed] = mean_of_last(of_run)
+                elif gaps := [pair.gap for pair in of_run if pair.iteration <= last_first]:
+                    values.setdefault(name, {})[seed] = root_mean_square(gaps)
+        what = f"{curve}, first {last_first}" if first else f"{curve}, last {LAST}"
+        yield Judged(what, first, values, noise, least)
+
+
+def _judge(figure: Judged, found: Series) -> None:
+    if found.judged not in figure.values:
+        found.notes.append(f"{figure.what}: no line covers these alone; --log-interval 1 would tell more")
+    elif not any(name in figure.values for name in found.noise):
+        found.notes.append(f"{figure.what}: not judged, since no run of --against-noise has it")
+    else:
+        found.figures.append(figure)
+        if not figure.is_within(found.judged):
+            by = f"{figure.over_seeds(found.judged):+.1e}, bound {figure.bound:.1e}"
+            found.problems.append(f"{figure.what} differs: {by}")
+
+
 def rows_of_series(found: Series) -> list[Row]:
-    """One a name; ``on_the_way``: (last iteration, mean difference) of each half of LAST."""
+    """One a figure and name."""
     rows: list[Row] = []
-    for name, of_seed in found.pairs.items():
-        row: Row = {
-            "shape": f"paired by seed with {found.reference}",
-            "variant": name,
-            "seeds": sorted(of_seed),
-        }
-        row |= {"differences": found.differences(name), "mean": found.mean(name)}
-        row |= {"within": found.is_within(name), "reference": [], "on_the_way": []}
-        for pairs in (of_seed[seed] for seed in row["seeds"]):
-            blocks = [pairs[i : i + LAST // 2] for i in range(0, len(pairs), LAST // 2)]
-            row["on_the_way"].append([(b[-1].iteration, mean_of_last(b)) for b in blocks])
-            row["reference"].append(statistics.fmean(pair.reference for pair in pairs[-LAST:]))
-        rows.append(row)
-    first = [found.judged, *found.noise]
-    return sorted(
-        rows,
-        key=lambda row: (first.index(row["variant"]) if row["variant"] in first else 9, abs(row["mean"])),
-    )
+    for figure in found.figures:
+        for name in (name for name in found.names if name in figure.values):
+            row: Row = {"shape": f"{figure.what}, paired by seed with {found.reference}", "variant": name}
+            row |= {"seeds": sorted(figure.values[name]), "differences": figure.of(name)}
+            row |= {"over_seeds": figure.over_seeds(name), "bound": figure.bound}
+            rows.append(row | {"within": figure.is_within(name)})
+    return rows
 
 
-def draw_series(found: Series, rows: Sequence[Row], path: Path, caption: str = "") -> None:
-    """The differences on the way, and of the last iterations beside the bound."""
+def on_the_way(found: Series) -> dict[str, list[tuple[int, float]]]:
+    """By name (last iteration, root mean square of the loss's differences over seeds and iterations)."""
+    last = max(pair.iteration for of_seed in found.pairs.values() for run in of_seed.values() for pair in run)
+    ends = [digit * 10**power for power in range(len(str(last))) for digit in (1, 2, 3, 5)]
+    found_at: dict[str, list[tuple[int, float]]] = {}
+    for name in found.names:
+        gaps: dict[int, list[float]] = {}
+        for pair in (pair for run in found.pairs[name].values() for pair in run):
+            end = next((end for end in ends if pair.iteration <= end), last)
+            gaps.setdefault(min(end, last), []).append(pair.gap)
+        found_at[name] = [(end, root_mean_square(those)) for end, those in sorted(gaps.items())]
+    return found_at
+
+
+def draw_series(found: Series, path: Path, caption: str = "") -> None:
+    """The differences on the way, and each figure over its bound."""
     if (plt := pictures.pyplot()) is None:
         return
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 2.4 + 0.3 * len(rows)), layout="constrained")
-    for at, (row, (dark, _)) in enumerate(zip(rows, cycle(COLOURS), strict=False)):
-        for blocks in row["on_the_way"] if row["variant"] in (found.judged, *found.noise) else ():
-            label = row["variant"] if blocks is row["on_the_way"][0] else None
-            left.plot(*zip(*blocks, strict=True), color=dark, lw=1, label=label)
-        right.plot(row["differences"], [at] * len(row["seeds"]), "o", color=dark, ms=4, alpha=0.6)
-        right.plot([row["mean"]], [at], "|", color=dark, ms=16, mew=2)
-    right.axvspan(-found.bound, found.bound, color="#d9d9d9", zorder=0)
-    right.set_xscale("symlog", linthresh=2 * found.bound)
-    right.set_yticks(range(len(rows)), [f"{row['variant']}  {row['mean']:+.1e}" for row in rows])
-    right.invert_yaxis()
-    right.set_xlabel(f"nats, mean of the last {LAST} iterations; a dot a seed, grey: the bound", fontsize=8)
-    left.set_xlabel(f"iteration; means over {LAST // 2}", fontsize=8)
-    left.set_ylabel(f"loss less {found.reference}'s of the same seed, nats", fontsize=8)
-    left.legend(fontsize=8, frameon=False)
-    for axes in (left, right):
+    names, shown = found.names, [figure for figure in found.figures if not figure.what.startswith("mtp")]
+    figure, (left, *panels) = plt.subplots(
+        1, 1 + len(shown), figsize=(5 + 2.2 * len(shown), 2.4 + 0.26 * len(names)), layout="constrained",
+        width_ratios=[1.7] + [1] * len(shown),
+    )  # fmt: skip
+    colours = [plt.get_cmap("tab10")(at % 10) for at in range(len(names))]
+    for colour, (name, points) in zip(colours, on_the_way(found).items(), strict=True):
+        style = "-" if name in (found.judged, *found.noise) else ":"
+        shown_at = [(end, size) for end, size in points if size]  # a log axis has no zero
+        left.loglog(*zip(*shown_at, strict=True), color=colour, lw=1.2, ls=style, marker=".", ms=3)
+    left.set_xlabel("iteration", fontsize=8)
+    left.set_title(f"loss minus {found.reference}'s with the same seed,\nroot mean square, nats", fontsize=8)
+    for axes, judged in zip(panels, shown, strict=True):
+        for at, (colour, name) in enumerate(zip(colours, names, strict=True)):
+            if name in judged.values:
+                each = [max(abs(value) / judged.bound, 1e-2) for value in judged.of(name)]
+                axes.plot(each, [at] * len(each), "o", color=colour, ms=4, alpha=0.5)
+                axes.plot(
+                    [abs(judged.over_seeds(name)) / judged.bound], [at], "|", color=colour, ms=14, mew=2
+                )
+        axes.axvline(1, **BOUND)
+        axes.set_xscale("log")
+        axes.set_title(f"{judged.what}\nbound {judged.bound:.1e}", fontsize=8)
+        axes.set_xlabel("times the bound", fontsize=8)
+        axes.set_ylim(len(names) - 0.5, -0.5)
+        axes.set_yticks(range(len(names)), names if axes is panels[0] else [""] * len(names))
+    for label, colour in zip(panels[0].get_yticklabels(), colours, strict=True):
+        label.set_color(colour)
+    for axes in (left, *panels):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
         axes.tick_params(labelsize=8)
     figure.suptitle(f"{found.judged} against {found.reference}, by seed: {found.verdict}", fontsize=10)
-    figure.supxlabel(caption, fontsize=7, color="#525252")
+    below = textwrap.fill(f"Dots: one seed each; bars: over the seeds. {caption}", 150)
+    figure.supxlabel(below, fontsize=7, color="#525252")
     pictures.save(figure, path)
 
 
 def report_series(found: Series, out: Path, source: Row, console: Console, caption: str = "") -> None:
     """Prints the table and the verdict, writes the picture and the figures."""
-    rows = rows_of_series(found)
-    title = f"less {found.reference} of the same seed, last {LAST} iterations, nats"
-    shown = tables.terminal(title, ["", "mean", "bound", "of each seed"])
-    for row in rows:
-        each = " ".join(f"{x:+.1e}" for x in row["differences"])
-        cells = row["variant"], f"{row['mean']:+.1e}", f"{found.bound:.1e}", each
-        shown.add_row(*cells, style="" if row["within"] else "red")
+    title = f"minus {found.reference} with the same seed; red: outside the bound"
+    shown = tables.terminal(title, ["", "over the seeds", "of each seed"])
+    for figure in found.figures:
+        shown.add_row(f"{figure.what}: bound", f"{figure.bound:.1e}", style="bold")
+        for name in (name for name in found.names if name in figure.values):
+            each = " ".join(f"{value:+.1e}" for value in figure.of(name))
+            style = "red" if figure in found.outside(name) else ""
+            shown.add_row(f"  {name}", f"{figure.over_seeds(name):+.1e}", each, style=style)
     console.print(shown)
     for note in found.notes:
         console.print(f"note: {note}", soft_wrap=True)
     for problem in found.problems:
         console.print(f"[red]{problem}[/red]", soft_wrap=True)
-    names = ("verdict", "problems", "judged", "noise", "notes", "spread", "bound")
-    facts: Row = {name: getattr(found, name) for name in names} | {"caption": caption}
-    results.write(out / "compare_loss.json", rows, source | facts)
-    draw_series(found, rows, out / "compare_loss.png", caption)
+    facts: Row = {name: getattr(found, name) for name in ("verdict", "problems", "judged", "noise", "notes")}
+    facts |= {"on_the_way": on_the_way(found), "caption": caption}
+    results.write(out / "compare_loss.json", rows_of_series(found), source | facts)
+    draw_series(found, out / "compare_loss.png", caption)
     console.print(found.verdict)
 
 
@@ -811,7 +925,7 @@ def main(words: list[str]) -> int:
         if len(names) != 2 or (given.paired and not given.against_noise):
             raise UsageError("with --paired give two names of runs in RUNS, and others with --against-noise")
         noise = given.against_noise or ["noise"]
-        series = series_of(given.paired or given.out, names[0], names[1], noise)
+        series = series_of(given.paired or given.out, names[0], names[1], noise, judge.first)
         report_series(series, given.out, source, console)
         return STATUS[series.verdict]
     first, other, *noises = records or _given_runs(given)

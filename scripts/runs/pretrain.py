@@ -273,9 +273,11 @@ def main(words: list[str]) -> int:
     options.lengths = options.lengths or ([64] if options.device == "cpu" else [16384])
     groups = plan(options, more)
     output = command_line.writable_folder(options.out.resolve())
+    source = results.made_by(results.device_name(), ["scripts.runs.pretrain", *words])
     rows: list[dict[str, Any]] = []
     for group in groups:
         figures: dict[str, Figures] = {}
+        before = list(rows)
         for run in group:
             made, kept = Figures(reason_to_skip(run, rows)), False
             if not made.status:
@@ -283,9 +285,8 @@ def main(words: list[str]) -> int:
             figures[run.variant] = made
             came = "kept" if kept else f"{made.wall_s:.0f} s"
             print(f"{run.title}: {made.status} ({came}) {made.error}".rstrip(), flush=True)
-        rows += [row_of(run, figures) for run in group]
-    source = results.made_by(results.device_name(), ["scripts.runs.pretrain", *words])
-    results.write(output / "results.json", rows, source)
+            rows = before + [row_of(run, figures) for run in group if run.variant in figures]
+            results.write(output / "results.json", rows, source)
     print(f"\n{table(rows)}\n\n{longest(rows)}\nLogs and results: {options.out}")
     return int(any(row["problems"] for row in rows))
 

@@ -76,8 +76,9 @@ def kept_by_sampling(logits: Any, ids: Tensor, entropy: str, keep: bool) -> Any:
     """Responses whose tokens were drawn from some ids, as slime replays them: every third token from none."""
     sizes = [(5, 3, 0)[place % 3] for place in range(SEQUENCE)]
     kept = [[(7 * place + 11 * i) % VOCAB for i in range(size)] for place, size in enumerate(sizes)]
-    end = torch.tensor(sizes).cumsum(0)
-    spans = torch.stack((ids.roll(-1), end - torch.tensor(sizes), end), -1)
+    num_kept = torch.tensor(sizes, device=ids.device)
+    end = num_kept.cumsum(0)
+    spans = torch.stack((ids.roll(-1), end - num_kept, end), -1)
 
     def cut(rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         for start, stop in ((1, 6), (9, 9), (10, 13)):
@@ -85,9 +86,8 @@ def kept_by_sampling(logits: Any, ids: Tensor, entropy: str, keep: bool) -> Any:
 
     logits = logits / TEMPERATURE
     if isinstance(logits, DeferredLogits) and not keep:
-        made = logits.log_probs_of(
-            cut, entropy, torch.tensor([i for ids in kept for i in ids], dtype=torch.int32)
-        )
+        flat = torch.tensor([i for some in kept for i in some], dtype=torch.int32, device=ids.device)
+        made = logits.log_probs_of(cut, entropy, flat)
         return [x and torch.cat(x) for x in made]
     _, of_all = definition(logits.clone(), ids.roll(-1)[None], entropy)
     first = torch.distributed.get_rank() * logits.shape[-1]

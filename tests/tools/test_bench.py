@@ -376,9 +376,9 @@ def test_the_gpu_is_looked_at_while_it_works(tmp_path, monkeypatch):
     clocks = iter(range(1000, 10**6))
     monkeypatch.setattr(gpu, "readings", [])
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "clock_rate", lambda: next(clocks))
-    monkeypatch.setattr(torch.cuda, "power_draw", lambda: 500_000)
-    monkeypatch.setattr(torch.cuda, "temperature", lambda: 60)
+    monkeypatch.setattr(torch.cuda, "clock_rate", lambda _: next(clocks))
+    monkeypatch.setattr(torch.cuda, "power_draw", lambda _: 500_000)
+    monkeypatch.setattr(torch.cuda, "temperature", lambda _: 60)
     code, rows = bench(tmp_path, *TINY, "--strategies", "store")
     assert code == 0 and len(gpu.readings) == 1 + 2 + 1 + 2 * 2
     for row in rows.values():
@@ -387,7 +387,7 @@ def test_the_gpu_is_looked_at_while_it_works(tmp_path, monkeypatch):
     assert rows["roof"]["sm_mhz"] != rows["store"]["sm_mhz"]
     assert "| MHz | W | °C |" in (tmp_path / "out.md").read_text()
 
-    def no_nvml():
+    def no_nvml(_):
         raise ModuleNotFoundError("pynvml")
 
     monkeypatch.setattr(gpu, "readings", [])

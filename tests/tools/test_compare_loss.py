@@ -9,6 +9,7 @@ import json
 import math
 import random
 import re
+import statistics
 import sys
 from pathlib import Path
 
@@ -271,6 +272,7 @@ def test_verdicts(tmp_path, no_picture, what):
 
 
 #: What the runs of three seeds, or fewer, are -> relative errors by name and seed, verdict, what is said.
+#: "early": what the flag's losses are off by in iterations 3 to 40; "norm": its gradient norms, of 1.0.
 SERIES = {
     "as far apart as others": ({"flag": (2e-3, -1e-3, 1e-3), "te": (-2e-3, 1e-3, 2e-3)}, "SAME", "!left out"),
     "to one side": ({"flag": (5e-3, 4e-3, 5e-3), "te": (-2e-3, 1e-3, 2e-3)}, "DIFFERENT", ""),
@@ -284,10 +286,18 @@ SERIES = {
     "this way and that": ({"flag": (5e-2, -5e-2, 0), "te": (-2e-3, 1e-3, 2e-3)}, "DIFFERENT", ""),
     "a loss of multi-token prediction": (
         {"flag": (0, 0, 0), "te": (1e-3, 1e-3, 1e-3), "mtp": (0.1, 0.1, 0.1)}, "DIFFERENT",
-        "mtp_1 loss differs"),
+        "mtp_1 loss, last 100 differs"),
     "no loss of multi-token prediction": (
         {"flag": (0, 0, 0), "te": (1e-3, 1e-3, 1e-3), "mtp": (0, None, 0)}, "DIFFERENT",
         "only unfused-2 logs mtp_1 loss"),
+    "off at first, and later no more than others": (
+        {"flag": (1e-3, 1e-3, 1e-3), "te": (1e-3, 1e-3, 1e-3), "early": (1e-4, 1e-4, 1e-4)}, "DIFFERENT",
+        "loss, first 10 differs"),
+    "off at first by less than is printed": (
+        {"flag": (0, 0, 0), "te": (1e-3, 1e-3, 1e-3), "early": (2e-7, -2e-7, 2e-7)}, "SAME", "!differs"),
+    "gradient norms": (
+        {"flag": (0, 0, 0), "te": (1e-3, 1e-3, 1e-3), "norm": (0.01, 0.01, 0.01)}, "DIFFERENT",
+        "grad norm, first 10 differs"),
     "an error on purpose": (
         {"flag": (1e-4, 1e-4, 1e-4), "te": (1e-3, 1e-3, 1e-3), "planted": (9e-3,)}, "SAME", "planted "),
 }  # fmt: skip
@@ -297,31 +307,32 @@ SERIES = {
 def test_pairs_by_seed(tmp_path, what):
     """Whatever a seed does by itself, far more than what is looked for, is none of the difference."""
     runs, verdict, said = SERIES[what]
-    runs, of_mtp = (
-        {name: errors for name, errors in runs.items() if name != "mtp"},
-        runs.get("mtp", (0, 0, 0)),
-    )
+    of_flag = {key: runs.get(key, (0, 0, 0)) for key in ("mtp", "early", "norm")}
+    runs = {name: errors for name, errors in runs.items() if name not in of_flag}
     for seed in (1, 2, 3):
         losses = trained(140, seed).losses
         for name, errors in ({"unfused": (0, 0, 0)} | runs).items():
             if seed <= len(errors):
                 by = errors[seed - 1]
-                kept = {step: loss * (1 + (by or 0) if step > 40 else 1) for step, loss in losses.items()}
-                run = Trained(kept, dict.fromkeys(kept, 1.0))
+                mtp, early, norm = (of[seed - 1] if name == "flag" else 0 for of in of_flag.values())
+                off = {step: (by or 0) if step > 40 else early if step > 2 else 0 for step in losses}
+                kept = {step: loss * (1 + off[step]) for step, loss in losses.items()}
+                run = Trained(kept, dict.fromkeys(kept, 1 + norm))
                 (tmp_path / f"{name}-{seed}").mkdir()
                 text = run.log(end=140, stop_after=120 if by is None else None)
-                by = of_mtp[seed - 1] if name == "flag" else 0
-                if by is not None:
-                    text = text.replace("| loss scale", f"| mtp_1 loss: {5 * (1 + by):.6E} | loss scale")
+                if mtp is not None:
+                    text = text.replace("| loss scale", f"| mtp_1 loss: {5 * (1 + mtp):.6E} | loss scale")
                 (tmp_path / f"{name}-{seed}" / "out.log").write_text(text)
     words = [f"--paired={tmp_path}", "unfused", "flag", "--against-noise", "te", f"--out={tmp_path / 'out'}"]
     done = run_here(compare_loss.main, *words)
     assert done.returncode == compare_loss.STATUS[verdict] and verdict in done.stdout, done.stdout
     assert (said.removeprefix("!") in done.stdout) != said.startswith("!"), done.stdout
-    found = rows(tmp_path)
+    made = results.read(tmp_path / "out" / "compare_loss.json")["rows"]
+    found = {row["variant"]: row for row in made if row["shape"].startswith("loss, last 100, ")}
     assert found["te"]["seeds"] == list(range(1, 1 + len(runs["te"])))
+    last = [loss for step, loss in trained(140, 1).losses.items() if step > 40]
     assert found["flag"]["differences"][0] == pytest.approx(
-        runs["flag"][0] * found["flag"]["reference"][0], abs=3e-7, rel=1e-2)  # fmt: skip
+        runs["flag"][0] * statistics.fmean(last), abs=3e-7, rel=1e-2)  # fmt: skip
     assert "planted" not in found or not found["planted"]["within"]
 
 
