@@ -31,7 +31,7 @@ from torch import Tensor
 
 from megatron_fused_ce.adapter.arguments import FLAG
 from megatron_fused_ce.command_line import NO_LIMIT, Parser, command, seconds, whole, writable_folder
-from megatron_fused_ce.scripts.lib import launches, results
+from megatron_fused_ce.scripts.lib import gpu, launches, results
 from megatron_fused_ce.scripts.lib.launches import REFERENCE, STOCK, Started
 from megatron_fused_ce.scripts.runs import compare
 
@@ -195,6 +195,7 @@ def launch_all(options: Any, runs: list[str], more: list[str]) -> dict[str, str]
             running[slot] = run, started, time.monotonic()
         if left <= 0 or not running:
             break
+        gpu.look_at_others_work()
         time.sleep(launches.POLL_S)
     return came
 

@@ -14,22 +14,29 @@ from pathlib import Path
 
 from megatron_fused_ce.command_line import Parser, command
 from megatron_fused_ce.scripts.dev import figures_plan, figures_readme
-from megatron_fused_ce.scripts.lib import pages
+from megatron_fused_ce.scripts.lib import pages, results
 from megatron_fused_ce.scripts.lib.results import REPOSITORY, RESULTS
 
 #: Page -> what makes its parts.
 PAGES = {maker.PAGE: maker for maker in (figures_readme, figures_plan)}
+#: Picture -> its figures.
+MEMORY = {
+    "memory-profile-head.png": "2026-11-21-h200-memory-head-llama3-8b.json",
+    "memory-profile-1b.png": "2026-11-26-h100-80gb-hbm3-memory-launch.json",
+}
 
 
 def draw_results() -> None:
     """The pictures of docs/images that committed results hold the figures of."""
-    from megatron_fused_ce.scripts.runs import memory, snapshots, sweep_report
+    from megatron_fused_ce.scripts.runs import compare, memory, snapshots, sweep_report
 
     folder, images = REPOSITORY / RESULTS, REPOSITORY / "docs" / "images"
     sweep = sweep_report.read(folder / "2026-11-21-h200-sweep-front-tp1.json")
     sweep_report.draw(sweep, images / "sweep-front-h200-tp1.png")
-    head = folder / "2026-11-21-h200-memory-head-llama3-8b.json"
-    memory.draw(snapshots.read(head), images / "memory-profile-head.png")
+    for name, result in MEMORY.items():
+        memory.draw(snapshots.read(folder / result), images / name)
+    paired = results.read(folder / "2026-11-26-h100-80gb-hbm3-paired.json")
+    compare.draw_series(paired, images / "same-training.png")
 
 
 @command("figures")

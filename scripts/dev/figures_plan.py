@@ -263,28 +263,29 @@ HELP = (
 )
 
 
+TE_LOSS = " --cross-entropy-loss-fusion --cross-entropy-fusion-impl te"
+
+
 def help_table() -> str:
-    """Of each training and length the predicted peaks without and with the flag (:func:`_saving`)."""
+    """Of each training and length the predicted peaks, as `_peaks` writes them."""
     head = [
         "Predicted GiB a GPU, 8 H100s where not said (never run: TP 8, more than four GPUs): "
-        "without → with the flag · saved; (does not fit)"
+        "unfused, Transformer Engine's loss → with the flag; (does not fit)"
     ]
     head += [f"{tokens} tokens{', full recomputation' if more else ''}" for tokens, more in LENGTHS.items()]
     rows = [
-        [label, *(_saving(f"{words} --seq-length {tokens} {more}") for tokens, more in LENGTHS.items())]
+        [label, *(_peaks(f"{words} --seq-length {tokens} {more}") for tokens, more in LENGTHS.items())]
         for label, words in HELP
     ]
     return table(head, rows) + "\n"
 
 
-def _saving(words: str) -> str:
-    """GiB without and with the flag, and what is saved; where a way does not fit, in brackets."""
-    advice = command.plan_of(shlex.split(words)).advice
-    peaks = [
-        f"{way.peak / GIB:.1f}" if way.verdict == "fits" else f"({way.peak / GIB:.1f})"
-        for way in (advice.baseline, advice.recommended)
-    ]
-    return f"{peaks[0]} → {peaks[1]} · {advice.saved / advice.baseline.peak:.0%}"
+def _peaks(words: str) -> str:
+    """GiB unfused, with Transformer Engine's loss, with the flag; where a way does not fit, in brackets."""
+    unfused, te = (command.plan_of(shlex.split(words + loss)).advice for loss in ("", TE_LOSS))
+    ways = unfused.baseline, te.baseline, unfused.recommended
+    each = [f"{w.peak / GIB:.1f}" if w.verdict == "fits" else f"({w.peak / GIB:.1f})" for w in ways]
+    return f"{each[0]}, {each[1]} → {each[2]}"
 
 
 def model_list() -> str:

@@ -107,6 +107,26 @@ def speed_and_memory() -> str:
     return tables.markdown(head, lines).replace("---:|" * 9, "---:|" * 6 + "---|" * 3) + "\n"
 
 
+#: Training seed by seed: label and name of each run, and the unit of each figure.
+PAIRED = "2026-11-26-h100-80gb-hbm3-paired"
+PAIRED_RUNS = {"flag": "flag", "native fusion": "native", "Transformer Engine's loss": "te"}
+PAIRED_UNITS = {"loss, last 100": "nats, mean", "loss, first 10": "nats, root mean square"}
+
+
+def same_training() -> str:
+    """What each run, over the seeds, differs from unfused by."""
+    rows: dict[str, dict[str, Row]] = {}
+    for row in Results(PAIRED).rows:
+        rows.setdefault(row["shape"].partition(", paired")[0], {})[row["variant"]] = row
+    head = [f"{what} ({PAIRED_UNITS.get(what, 'root mean square')})" for what in rows]
+    lines = [
+        [label, *(f"{of[name]['over_seeds']:.1e}" for of in rows.values())]
+        for label, name in PAIRED_RUNS.items()
+    ]
+    bounds = [f"{of['flag']['bound']:.1e}" for of in rows.values()]
+    return tables.markdown(["minus unfused", *head], [*lines, ["bound", *bounds]]) + "\n"
+
+
 def _over_gemms(row: Row) -> str:
     """Time over that of three GEMMs."""
     return f"{row['ratio'] if row['base'] == 'roof' else row['over_roof']:.2f}"
@@ -131,4 +151,5 @@ def parts() -> dict[str, str]:
         "whole steps": whole_steps(),
         "speed and memory": speed_and_memory(),
         "plans": figures_plan.help_table(),
+        "same training": same_training(),
     }

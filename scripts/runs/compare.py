@@ -554,13 +554,14 @@ def _judge(figure: Judged, found: Series) -> None:
 
 
 def rows_of_series(found: Series) -> list[Row]:
-    """One a figure and name."""
-    rows: list[Row] = []
+    """One a figure and name; the first figure's with `on_the_way`."""
+    rows, points = list[Row](), on_the_way(found)
     for figure in found.figures:
         for name in (name for name in found.names if name in figure.values):
             row: Row = {"shape": f"{figure.what}, paired by seed with {found.reference}", "variant": name}
             row |= {"seeds": sorted(figure.values[name]), "differences": figure.of(name)}
             row |= {"over_seeds": figure.over_seeds(name), "bound": figure.bound}
+            row |= {"on_the_way": points[name]} if figure is found.figures[0] else {}
             rows.append(row | {"within": figure.is_within(name)})
     return rows
 
@@ -579,44 +580,48 @@ def on_the_way(found: Series) -> dict[str, list[tuple[int, float]]]:
     return found_at
 
 
-def draw_series(found: Series, path: Path, caption: str = "") -> None:
-    """The differences on the way, and each figure over its bound."""
+def draw_series(content: dict[str, Any], path: Path) -> None:
+    """Of a result that `report_series` wrote: the differences on the way, and each figure over its bound."""
     if (plt := pictures.pyplot()) is None:
         return
-    names, shown = found.names, [figure for figure in found.figures if not figure.what.startswith("mtp")]
+    of_figures: dict[str, dict[str, Row]] = {}
+    for row in content["rows"]:
+        what, _, reference = row["shape"].partition(", paired by seed with ")
+        of_figures.setdefault(what, {})[row["variant"]] = row
+    last, facts = next(iter(of_figures.values())), content["made_by"]
+    shown = {what: rows for what, rows in of_figures.items() if not what.startswith("mtp")}
     figure, (left, *panels) = plt.subplots(
-        1, 1 + len(shown), figsize=(5 + 2.2 * len(shown), 2.4 + 0.26 * len(names)), layout="constrained",
+        1, 1 + len(shown), figsize=(5 + 2.2 * len(shown), 2.4 + 0.26 * len(last)), layout="constrained",
         width_ratios=[1.7] + [1] * len(shown),
     )  # fmt: skip
-    colours = [plt.get_cmap("tab10")(at % 10) for at in range(len(names))]
-    for colour, (name, points) in zip(colours, on_the_way(found).items(), strict=True):
-        style = "-" if name in (found.judged, *found.noise) else ":"
-        shown_at = [(end, size) for end, size in points if size]  # a log axis has no zero
-        left.loglog(*zip(*shown_at, strict=True), color=colour, lw=1.2, ls=style, marker=".", ms=3)
+    colours = {name: plt.get_cmap("tab10")(at % 10) for at, name in enumerate(last)}
+    for name, row in last.items():
+        # A log axis has no zero, a result file no nan but its word.
+        points = [(end, float(size) or math.nan) for end, size in row["on_the_way"]]
+        style = "-" if name in (facts["judged"], *facts["noise"]) else ":"
+        left.loglog(*zip(*points, strict=True), color=colours[name], lw=1.2, ls=style, marker=".", ms=3)
     left.set_xlabel("iteration", fontsize=8)
-    left.set_title(f"loss minus {found.reference}'s with the same seed,\nroot mean square, nats", fontsize=8)
-    for axes, judged in zip(panels, shown, strict=True):
-        for at, (colour, name) in enumerate(zip(colours, names, strict=True)):
-            if name in judged.values:
-                each = [max(abs(value) / judged.bound, 1e-2) for value in judged.of(name)]
-                axes.plot(each, [at] * len(each), "o", color=colour, ms=4, alpha=0.5)
-                axes.plot(
-                    [abs(judged.over_seeds(name)) / judged.bound], [at], "|", color=colour, ms=14, mew=2
-                )
+    left.set_title(f"loss minus {reference}'s with the same seed,\nroot mean square, nats", fontsize=8)
+    for axes, (what, rows) in zip(panels, shown.items(), strict=True):
+        for at, name in enumerate(name for name in last if name in rows):
+            row, colour = rows[name], colours[name]
+            each = [max(abs(float(value)) / row["bound"], 1e-2) for value in row["differences"]]
+            axes.plot(each, [at] * len(each), "o", color=colour, ms=4, alpha=0.5)
+            axes.plot([abs(float(row["over_seeds"])) / row["bound"]], [at], "|", color=colour, ms=14, mew=2)
         axes.axvline(1, **BOUND)
         axes.set_xscale("log")
-        axes.set_title(f"{judged.what}\nbound {judged.bound:.1e}", fontsize=8)
+        axes.set_title(f"{what}\nbound {row['bound']:.1e}", fontsize=8)
         axes.set_xlabel("times the bound", fontsize=8)
-        axes.set_ylim(len(names) - 0.5, -0.5)
-        axes.set_yticks(range(len(names)), names if axes is panels[0] else [""] * len(names))
-    for label, colour in zip(panels[0].get_yticklabels(), colours, strict=True):
+        axes.set_ylim(len(last) - 0.5, -0.5)
+        axes.set_yticks(range(len(last)), list(last) if axes is panels[0] else [""] * len(last))
+    for label, colour in zip(panels[0].get_yticklabels(), colours.values(), strict=True):
         label.set_color(colour)
     for axes in (left, *panels):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
         axes.tick_params(labelsize=8)
-    figure.suptitle(f"{found.judged} against {found.reference}, by seed: {found.verdict}", fontsize=10)
-    below = textwrap.fill(f"Dots: one seed each; bars: over the seeds. {caption}", 150)
+    figure.suptitle(f"{facts['judged']} against {reference}, by seed: {facts['verdict']}", fontsize=10)
+    below = textwrap.fill(f"Dots: one seed each; bars: over the seeds. {facts['caption']}", 150)
     figure.supxlabel(below, fontsize=7, color="#525252")
     pictures.save(figure, path)
 
@@ -637,9 +642,8 @@ def report_series(found: Series, out: Path, source: Row, console: Console, capti
     for problem in found.problems:
         console.print(f"[red]{problem}[/red]", soft_wrap=True)
     facts: Row = {name: getattr(found, name) for name in ("verdict", "problems", "judged", "noise", "notes")}
-    facts |= {"on_the_way": on_the_way(found), "caption": caption}
-    results.write(out / "compare_loss.json", rows_of_series(found), source | facts)
-    draw_series(found, out / "compare_loss.png", caption)
+    results.write(out / "compare_loss.json", rows_of_series(found), source | facts | {"caption": caption})
+    draw_series(results.read(out / "compare_loss.json"), out / "compare_loss.png")
     console.print(found.verdict)
 
 

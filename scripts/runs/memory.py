@@ -138,8 +138,8 @@ def draw(timelines: Sequence[Timeline], path: Path) -> bool:
         axes.set_ylim(0, 1.22 * highest / scale)
         axes.set_ylabel(unit)
     facts = timelines[0].facts
-    clock = "device, waited for after each kernel" if facts.get("waits_for_kernels") else "host"
-    panels[-1, 0].set_xlabel(f"% of the step, time of the {clock}")
+    clock = "device time; each kernel is waited for" if facts.get("waits_for_kernels") else "host time"
+    panels[-1, 0].set_xlabel(f"% of the step ({clock})")
     panels[-1, 0].set_xlim(0, 100)
     about = [facts[name] for name in ("what", "device") if facts.get(name)]
     figure.suptitle(": ".join(["Memory of one step", ", ".join(about)]), fontsize=10)
@@ -266,7 +266,7 @@ def collect(given: argparse.Namespace, words: Sequence[str]) -> list[Timeline]:
         raise UsageError("give a launch after --, or --shape NAME, or --draw FILE")
     require_gpus(otherwise="--draw FILE draws a profile that was made elsewhere")
     timelines = of_launches(given, words) if words else of_head(given)
-    write(timelines, given.out / "memory_profile.json", ["memory", *sys.argv[1:]])
+    write(timelines, given.out / "memory_profile.json", ["memory", *given.words])
     return timelines
 
 
@@ -303,6 +303,7 @@ def _parser() -> Parser:
 def main(words: list[str]) -> int:
     own, launched = split_command(words)
     given = _parser().parse_args(own)
+    given.words = words
     import rich  # noqa: F401 - before a launch of minutes, whose table needs it
 
     if given.draw is not None:
