@@ -12,8 +12,9 @@ import types
 from pathlib import Path
 
 import pytest
+import torch
 
-from megatron_fused_ce.scripts.lib import launches, losses, results, runner
+from megatron_fused_ce.scripts.lib import gpu, launches, losses, results, runner
 from megatron_fused_ce.scripts.lib import logs as megatron_logs
 from megatron_fused_ce.scripts.runs import pretrain
 from tests.support.checkouts import FAKE_PRETRAIN, on_checkouts, stand_in
@@ -108,8 +109,16 @@ def test_launches_in_their_order(checkout_here):
     assert not {"--sequence-parallel", launches.UNTIED} & set(one.words("M", []))
 
 
-def test_from_command_line_to_files(checkout_here, tmp_path):
-    """Out of memory is a result, and ends a variant's lengths. A second call launches nothing."""
+def test_from_command_line_to_files(checkout_here, tmp_path, monkeypatch):
+    """Out of memory is a result, and ends a variant's lengths. A second call launches nothing. An idle GPU's
+    clock is not read."""
+    monkeypatch.setattr(launches, "POLL_S", 0.01)
+    monkeypatch.setattr(gpu, "readings", [])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "utilization", lambda device: (3, 90)[device])
+    monkeypatch.setattr(torch.cuda, "clock_rate", lambda device: (345, 1500)[device])
+    monkeypatch.setattr(torch.cuda, "power_draw", lambda device: 500_000)
+    monkeypatch.setattr(torch.cuda, "temperature", lambda device: 60)
     words = (f"--megatron={checkout_here}", "--device=cuda", "--nproc=1", f"--out={tmp_path / 'out'}")
     words += ("--model=tiny", "--lengths", "128", "64", "256", "--variants=unfused,auto")
     words += ("--", "--most-tokens", "100", "--train-iters", "8")
@@ -121,6 +130,7 @@ def test_from_command_line_to_files(checkout_here, tmp_path):
     _, _, off, on, *_ = rows
     assert (off["T"], off["peak_mib"], on["peak_mib"], on["problems"]) == (64, 900.0, 500.0, [])
     assert on["tokens_per_s"] == pytest.approx(64e3 / on["time_ms"], abs=0.1) and on["loss_difference"] == 0
+    assert (off["sm_mhz"], off["watts"], off["gpu"]["celsius"]) == (1500, 500, [60, 60, 60])
     assert "unfused 64 (out of memory at 128), auto 64 (out of memory at 128)." in done.stdout
     assert str(tmp_path) not in off["command"]
     (checkout_here / "pretrain_gpt.py").write_text("raise SystemExit('launched again')")
