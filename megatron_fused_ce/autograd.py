@@ -25,6 +25,7 @@ from megatron_fused_ce.call import CallSpec, Context, NeedsGrad
 from megatron_fused_ce.forward import forward
 from megatron_fused_ce.loss import Upstream
 from megatron_fused_ce.masked_tokens import Kept
+from megatron_fused_ce.parallel import VocabParallel
 from megatron_fused_ce.promise import Verdict
 from megatron_fused_ce.targets import Targets, labels_first
 from megatron_fused_ce.wgrad import OpenedAccumulators
@@ -189,37 +190,32 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
             of_all, upstream = upstream, kept.upstream(upstream)
         if rest[2] is not None:
             upstream = rest[2].masked(upstream)
-        try:
-            with autocast.off(device):
-                scale, verdict = _verdict(spec, made, upstream, lost)
-                if verdict is not None and lost is not None:
-                    masked_tokens.refuse_lost(verdict.num_lost, spec.active_mask)
-                    accumulators.spoilt = verdict.lost_not_finite
-                result = None
-                if made is not None and scale is not None and verdict is not None:
-                    result = scale_precomputed(context, weight, made, scale, verdict, needs_grad)
-                    del made  # before anything is allocated for others
-                    if verdict.broken:
-                        spec.promise_was_broken()
-                if spec.plan.strategy == "grad_in_forward":
-                    promise.count(result is not None)
-                if result is None:
-                    saved = Saved(tuple(map(SavedChunk._make, saved_chunks)), *rest)
-                    run = backward_of_nonzero if spec.skip_zero_upstream else backward
-                    result = None, None
-                    if any(needs_grad):
-                        result = run(context, hidden, weight, saved, upstream, needs_grad)
-                    if later is not None:
-                        waits, kept_for_it = for_later(context, saved)
-                        # Copies: a caller may have given its own buffer, to be filled again.
-                        given = upstream.map(torch.clone)
-                        make = partial(run, waits, hidden, weight, kept_for_it, given, NeedsGrad(False, True))
-                        later.put(partial(_make_grad_weight, make, accumulators, spec, device))
-                        result = result[0], accumulators(weight, 0, False).close(None)
-        except BaseException:
-            accumulators.abandon()
-            spec.comm.join(device)
-            raise
+        with accumulators.or_abandoned(spec.comm, device):
+            scale, verdict = _verdict(spec, made, upstream, lost)
+            if verdict is not None and lost is not None:
+                masked_tokens.refuse_lost(verdict.num_lost, spec.active_mask)
+                accumulators.spoilt = verdict.lost_not_finite
+            result = None
+            if made is not None and scale is not None and verdict is not None:
+                result = scale_precomputed(context, weight, made, scale, verdict, needs_grad)
+                del made  # before anything is allocated for others
+                if verdict.broken:
+                    spec.promise_was_broken()
+            if spec.plan.strategy == "grad_in_forward":
+                promise.count(result is not None)
+            if result is None:
+                saved = Saved(tuple(map(SavedChunk._make, saved_chunks)), *rest)
+                run = backward_of_nonzero if spec.skip_zero_upstream else backward
+                result = None, None
+                if any(needs_grad):
+                    result = run(context, hidden, weight, saved, upstream, needs_grad)
+                if later is not None:
+                    waits, kept_for_it = for_later(context, saved)
+                    # Copies: a caller may have given its own buffer, to be filled again.
+                    given = upstream.map(torch.clone)
+                    make = partial(run, waits, hidden, weight, kept_for_it, given, NeedsGrad(False, True))
+                    later.put(partial(_make_grad_weight, make, accumulators, spec.comm, device))
+                    result = result[0], accumulators(weight, 0, False).close(None)
         grad_hidden, grad_weight = result
         if grad_hidden is not None:
             if kept is not None:
@@ -231,16 +227,11 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
 
 
 def _make_grad_weight(
-    make: Callable[[], object], accumulators: OpenedAccumulators, spec: CallSpec, device: torch.device
+    make: Callable[[], object], accumulators: OpenedAccumulators, comm: VocabParallel, device: torch.device
 ) -> None:
     """What a backward left for later."""
-    try:
-        with torch.no_grad(), autocast.off(device):
-            make()
-    except BaseException:
-        accumulators.abandon()
-        spec.comm.join(device)
-        raise
+    with accumulators.or_abandoned(comm, device), torch.no_grad():
+        make()
 
 
 def _of_all_tokens(of_kept: Tensor, kept: Kept | None) -> Tensor:

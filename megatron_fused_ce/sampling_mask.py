@@ -263,19 +263,9 @@ class MaskedLogProbs(torch.autograd.Function):
         of_log_prob, of_entropy, _ = grads
         if of_log_prob is None and of_entropy is None:
             return None, None, None
-        accumulators = OpenedAccumulators(ctx.call.open_grad_weight)
-        try:
-            return MaskedLogProbs._gradients(ctx, accumulators, of_log_prob, of_entropy)
-        except BaseException:
-            accumulators.abandon()
-            raise
-
-    @staticmethod
-    def _gradients(
-        ctx: Any, open_grad_weight: OpenGradWeight, of_log_prob: Tensor | None, of_entropy: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, None]:
         hidden, weight, products, saved, known = ctx.saved_tensors
-        call = ctx.call
+        call: MaskedCall = ctx.call
+        comm, pairs = call.comm, call.pairs
         wants_grad_hidden, wants_grad_weight, _ = ctx.needs_input_grad
         grad_loss = torch.zeros_like(saved[0])
         if of_log_prob is not None:
@@ -284,14 +274,14 @@ class MaskedLogProbs(torch.autograd.Function):
         upstream = Upstream(grad_loss, () if of_entropy is None else (("entropy", of_entropy),))
         upstream, inv_scale = scaled_upstream(upstream, call.logit_scale, call.inv_temperature, weight)
         coefficients = call.form.grad_coefficients(terms, upstream)
-        comm, pairs = call.comm, call.pairs
-        with autocast.off(hidden.device):
+        accumulators = OpenedAccumulators(call.open_grad_weight)
+        with accumulators.or_abandoned(comm, hidden.device):
             all_hidden = _gathered(comm, hidden)
             partial = torch.zeros_like(all_hidden) if wants_grad_hidden else None
             blocks = pairs.blocks(weight.element_size() * len(weight))
             accumulator = None
             if wants_grad_weight:
-                accumulator = open_grad_weight(weight, len(blocks), inv_scale is not None)
+                accumulator = accumulators(weight, len(blocks), inv_scale is not None)
             buffer = weight.new_empty(len(blocks[0].tokens) if blocks else 0, len(weight))
             for block in blocks:
                 tokens, sets = block.tokens, pairs.sets(block)
@@ -308,7 +298,8 @@ class MaskedLogProbs(torch.autograd.Function):
                     scale_(partial, inv_scale)
                 grad_hidden = hidden.new_empty(hidden.shape) if comm.num_parts > 1 else partial
                 comm.reduce_grad_hidden(partial, grad_hidden).wait()
-        return grad_hidden, None if accumulator is None else accumulator.close(inv_scale), None
+            grad_weight = None if accumulator is None else accumulator.close(inv_scale)
+        return grad_hidden, grad_weight, None
 
 
 def _write_gradients(

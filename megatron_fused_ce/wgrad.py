@@ -6,13 +6,16 @@ would lose precision with the number of chunks (docs/math.md).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from megatron_fused_ce import autocast
+from megatron_fused_ce.parallel import VocabParallel
 from megatron_fused_ce.promise import Verdict
 
 
@@ -66,9 +69,18 @@ class OpenedAccumulators:
             accumulator.spoil()
         return accumulator
 
-    def abandon(self) -> None:
-        for accumulator in self._opened:
-            accumulator.abandon()
+    @contextmanager
+    def or_abandoned(self, comm: VocabParallel, device: torch.device) -> Iterator[None]:
+        """A backward, with autocast off. After an exception: no partial sum is left, then running
+        collectives are waited for."""
+        try:
+            with autocast.off(device):
+                yield
+        except BaseException:
+            for accumulator in self._opened:
+                accumulator.abandon()
+            comm.join(device)
+            raise
 
 
 class Later:

@@ -127,6 +127,7 @@ def in_forks(number: int, run: Callable[[int], Any]) -> list[Any]:
 def seen_by(stack: Stack, cases: list[Any], ours: bool, store: Path, rank: int) -> list[dict[str, Any]]:
     """Of cases with the same parallelism, on one rank: numbers, heads, peak bytes."""
     from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     tp, cp = cases[0].tp, cases[0].cp
     gloo.use_one_thread()
@@ -135,6 +136,8 @@ def seen_by(stack: Stack, cases: list[Any], ours: bool, store: Path, rank: int) 
     parallel_state.initialize_model_parallel(tp, context_parallel_size=cp)
     made = []
     for case in cases:
+        torch.manual_seed(7)
+        model_parallel_cuda_manual_seed(7)
         model, counters = stack.build(case), megatron_fused_ce.counters()
         counters.reset()
         with LogitStorages(vocab_rows=case.rows, hidden_size=case.hidden_size) as storages:

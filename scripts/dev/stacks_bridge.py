@@ -57,16 +57,10 @@ def with_lora(provider: Any, target: str) -> None:
 
 def family(name: str, config: str, fields: Any = None, change: Any = None, left: int | None = 0) -> Any:
     """A model of transformers: prefix of its config, what else that has, and what its provider needs."""
-    case = {
-        "line": name,
-        "tp": 1,
-        "cp": 1,
-        "dtype": "fp32",
-        "rows": VOCAB,
-        "hidden_size": HIDDEN,
-        "left": left,
-    }
-    return SimpleNamespace(config=config, fields=fields or {}, change=change or (lambda it: None), **case)
+    return SimpleNamespace(
+        line=name, tp=1, cp=1, dtype="fp32", rows=VOCAB, hidden_size=HIDDEN, left=left, config=config,
+        fields=fields or {}, change=change or (lambda it: None),
+    )  # fmt: skip
 
 
 FAMILIES = (
@@ -109,11 +103,8 @@ def local_spec(config: Any, vp_stage: int | None = None) -> Any:
 
 
 def build(family: Any) -> Any:
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.enums import AttnBackend
 
-    torch.manual_seed(7)
-    model_parallel_cuda_manual_seed(7)
     sees = "vision_config" in family.fields
     config = getattr(importlib.import_module("transformers"), f"{family.config}Config")
     architecture = f"{family.config.removesuffix('Text')}For{'ConditionalGeneration' if sees else 'CausalLM'}"

@@ -170,12 +170,9 @@ def load(modules: tuple[str, ...], copy: Path, name: str) -> None:
 
 def build(case: Case) -> Any:
     from megatron.core.models.gpt import gpt_layer_specs, gpt_model
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.module import Float16Module
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    torch.manual_seed(7)
-    model_parallel_cuda_manual_seed(7)
     plain = ["add_bias_linear", "bias_dropout_fusion", "masked_softmax_fusion", "persist_layer_norm"]
     plain += ["apply_rope_fusion", "gradient_accumulation_fusion"]
     dtype = torch.bfloat16 if case.dtype == "bf16" else torch.float32

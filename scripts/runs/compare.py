@@ -695,29 +695,15 @@ def rows_of(found: Comparison) -> list[Row]:
 def facts_of(found: Comparison, judge: Judge) -> Row:
     """The verdict, and what it rests on."""
 
-    def run(record: Record) -> dict[str, Any]:
-        first, last = record.iterations()
-        return {
-            "name": record.name,
-            "kind": record.kind,
-            "first_iteration": first,
-            "last_iteration": last,
-            "precision": record.precision,
-            "restarts": record.restarts,
-            "skipped": record.skipped,
-            "heads_fused": record.heads_fused,
-            "logits_materialised": record.logits_materialised,
-        }
+    def run(record: Record) -> Row:
+        own = asdict(record)
+        del own["curves"]
+        own["first_iteration"], own["last_iteration"] = record.iterations()
+        return own
 
-    return {
-        "verdict": found.verdict,
-        "problems": found.problems,
-        "notes": found.notes,
-        "judge": asdict(judge),
-        "reference": run(found.reference),
-        "other": run(found.other),
-        "noise": found.noise and run(found.noise),
-    }
+    said: Row = {name: getattr(found, name) for name in ("verdict", "problems", "notes")}
+    runs = {name: run(getattr(found, name)) for name in ("reference", "other")}
+    return said | {"judge": asdict(judge), **runs, "noise": found.noise and run(found.noise)}
 
 
 #: Of a curve in the other run, and in the reference below it.
@@ -858,9 +844,7 @@ def _given_runs(given: argparse.Namespace) -> list[Record]:
             "two runs are held against one of --against-noise; several seeds, with --paired, against more"
         )
     paths = [Path(path) for path in (*given.runs, *given.against_noise)]
-    if any(
-        path.exists() and noise.exists() and noise.samefile(path) for path in paths[:2] for noise in paths[2:]
-    ):
+    if {path.resolve() for path in paths[:2]} & {path.resolve() for path in paths[2:]}:
         raise UsageError("a run is no noise of itself: give --against-noise another")
     return [read_run(path, name) for path, name in zip(paths, _names_of(paths), strict=True)]
 

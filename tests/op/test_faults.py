@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from megatron_fused_ce.wgrad import OpenedAccumulators
 from tests.support import orders
 from tests.support.faulty import Filled, OutOfMemoryAt, Step, out_of_memory_at
 from tests.support.head import column_plans, mixed_plans
@@ -71,6 +74,17 @@ def test_out_of_memory_anywhere(case, request):
     order = ["untouched", "nan", "whole"]
     assert outcomes == sorted(outcomes, key=order.index)
     assert tensors_alive() <= alive + 4, "tensors of failed steps are still alive"
+
+
+def test_sums_are_abandoned_then_collectives_waited_for():
+    """In every backward, whatever it was that failed."""
+    order = []
+    opened = OpenedAccumulators(lambda *_: SimpleNamespace(abandon=lambda: order.append("abandoned")))
+    comm = SimpleNamespace(join=lambda device: order.append(f"waited for {device}"))
+    with pytest.raises(KeyboardInterrupt), opened.or_abandoned(comm, torch.device("cpu")):
+        opened(torch.ones(1), 1, False), opened(torch.ones(1), 1, False)
+        raise KeyboardInterrupt
+    assert order == ["abandoned", "abandoned", "waited for cpu"]
 
 
 # --- other memory; steps in other orders: tests/parallel/test_faults.py -------------------------

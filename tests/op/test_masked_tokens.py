@@ -30,7 +30,7 @@ from megatron_fused_ce.scripts.lib.reference import (
     plain_distillation,
     relative_error,
 )
-from tests.support.op import STRATEGIES
+from tests.support.op import STRATEGIES, leaves
 from tests.support.problems import open_main_grad
 
 SHARES = (0.0, 0.3, 0.8, 1.0)
@@ -53,9 +53,8 @@ def masked_problem(share, device, dtype=torch.float32, **shape):
     return inputs, masked
 
 
-def run(inputs, masked, config, **settings):
-    hidden = inputs.hidden.clone().requires_grad_()
-    weight = inputs.weight.clone().requires_grad_()
+def run(inputs, config, **settings):
+    hidden, weight = leaves(inputs)
     loss = linear_cross_entropy(
         Call(hidden, weight, inputs.labels, token_weights=inputs.grad_loss / 1.5, config=config, **settings)
     ).loss
@@ -76,14 +75,14 @@ def test_the_others_are_as_before_and_masked_ones_zero(share, strategy, device, 
 
     monkeypatch.setattr(op, "first_tokens", first_tokens)
     config = FusedCEConfig(strategy=strategy, num_chunks=3, skip_masked=True)
-    result = run(inputs, masked, config)
+    result = run(inputs, config)
     unmasked = int((~masked).sum())
     assert worked_on == [(69, min(69, -(-unmasked // 4) * 4))]
     assert torch.equal(result.loss[masked], torch.zeros_like(result.loss[masked]))
     at = masked.t()
     assert torch.equal(result.grad_hidden[at], torch.zeros_like(result.grad_hidden[at]))
     # The truth of all tokens, masked ones with an upstream gradient of 0; their losses apart.
-    whole = run(inputs, masked, replace(config, skip_masked=False))
+    whole = run(inputs, replace(config, skip_masked=False))
     assert_close(whole, inputs)
     assert relative_error(result.grad_hidden, whole.grad_hidden) < 2e-6
     assert relative_error(result.grad_weight, whole.grad_weight) < 2e-6
@@ -92,8 +91,7 @@ def test_the_others_are_as_before_and_masked_ones_zero(share, strategy, device, 
 
 def outputs_of(inputs, weights, strategy, names=(), **options):
     """The loss and other outputs, differentiable; operands that end in nothing else."""
-    hidden = inputs.hidden.clone().requires_grad_()
-    weight = inputs.weight.clone().requires_grad_()
+    hidden, weight = leaves(inputs)
     head = linear_cross_entropy(
         Call(
             hidden,
@@ -146,7 +144,7 @@ def test_an_ignored_label_may_have_any_weight_and_upstream(device):
     weights = inputs.grad_loss.clone()
     inputs.labels[masked] = -100
     made, hidden, weight = outputs_of(inputs, weights, "store", ignore_index=-100)
-    expected = run(inputs, masked, FusedCEConfig("store", skip_masked=True, ignore_index=-100))
+    expected = run(inputs, FusedCEConfig("store", skip_masked=True, ignore_index=-100))
     made.loss.backward(inputs.grad_loss.masked_fill(masked, 3.0))
     assert torch.equal(hidden.grad, expected.grad_hidden)
     assert torch.equal(weight.grad, expected.grad_weight)
@@ -159,8 +157,7 @@ def test_an_overflow_leaves_nan(strategy, share, main_grad, device):
     """As without skipping: the loss scale has overflowed, and Megatron must see it in the gradients."""
     inputs, masked = masked_problem(share, device)
     weights = (~masked).float()
-    hidden = inputs.hidden.clone().requires_grad_()
-    weight = inputs.weight.clone().requires_grad_()
+    hidden, weight = leaves(inputs)
     total = torch.ones_like(weight)
     opened = {"open_grad_weight": partial(open_main_grad, total)} if main_grad else {}
     for skip_masked in (False, True):
@@ -204,8 +201,7 @@ def test_outputs_and_teachers(device):
     torch.testing.assert_close(made.lse, whole.lse.masked_fill(masked, 0.0), rtol=1e-6, atol=1e-6)
 
     ids, log_probs = make_teacher(inputs, 5)
-    hidden = inputs.hidden.clone().requires_grad_()
-    weight = inputs.weight.clone().requires_grad_()
+    hidden, weight = leaves(inputs)
     loss = fused_linear_topk_distillation(hidden, weight, ids, log_probs, **settings)
     loss.backward(inputs.grad_loss)
     truth, plain = (
@@ -224,13 +220,13 @@ def test_large_ids_are_put_back_whole(device):
 
 
 def test_a_count_that_was_started_before(device):
-    inputs, masked = masked_problem(0.5, device)
+    inputs, _ = masked_problem(0.5, device)
     weights = inputs.grad_loss.t().reshape(1, -1)
     config = FusedCEConfig(strategy="store", skip_masked=True)
     early = masked_tokens.count(weights, None)
     assert masked_tokens.num_unmasked(early) == int((weights != 0).sum())
-    result = run(inputs, masked, config, unmasked=early)
-    assert relative_error(result.grad_hidden, run(inputs, masked, config).grad_hidden) == 0
+    result = run(inputs, config, unmasked=early)
+    assert relative_error(result.grad_hidden, run(inputs, config).grad_hidden) == 0
 
 
 def test_without_weights_nothing_is_skipped(device):
@@ -276,7 +272,7 @@ def test_one_plan_and_one_size_of_buffers_for_all_counts(strategy, device, monke
     for share in SHARES:
         inputs, masked = masked_problem(share, device)
         seen.append([])
-        run(inputs, masked, config)
+        run(inputs, config)
         unmasked = int((~masked).sum())
         tokens = min(69, -(-unmasked // 4) * 4)
         whole, rest = divmod(tokens, 16)
