@@ -27,6 +27,11 @@ from megatron_fused_ce.wgrad import Later, OpenGradWeight, kind_of
 #: Wgrad accumulators that the bubble can add to.
 MAIN_GRADS = "main_grad", "low_main_grad"
 CLEAR, FINISH = "clear_embedding_activation_buffer", "finish_embedding_wgrad_compute"
+#: The schedules that call these.
+SCHEDULES = (
+    "forward_backward_pipelining_with_interleaving",
+    "forward_backward_pipelining_without_interleaving",
+)
 
 #: Of each output layer that has one; not an attribute, which a copy of the layer would share.
 _of_layer: WeakKeyDictionary[Any, Later] = WeakKeyDictionary()
@@ -121,16 +126,33 @@ def calls_later(config: Any) -> int:
 def patch(module: ModuleType) -> None:
     """Wrap functions of ``megatron.core.pipeline_parallel.schedules``, which its schedules call by name."""
     accuracy.patch(module)
-    for name, own in ((CLEAR, _clear), (FINISH, _finish)):
+    for name, own in ((CLEAR, _clear), (FINISH, _finish), *((name, _schedule) for name in SCHEDULES)):
         if hasattr(module, name):
             setattr(module, name, own(getattr(module, name)))
+
+
+def _schedule(stock: Any) -> Any:
+    """After a step that ends in an exception nothing may wait: a later backward may be of no schedule."""
+
+    @wraps(stock)
+    def schedule(*args: Any, **kwargs: Any) -> Any:
+        before = set(_why_not)
+        try:
+            return stock(*args, **kwargs)
+        except BaseException:
+            for layer in set(_why_not) - before:
+                del _why_not[layer]
+                _of_layer.get(layer, Later(0)).clear()
+            raise
+
+    return schedule
 
 
 def _clear(stock: Any) -> Any:
     @wraps(stock)
     def clear(config: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         embedding_module = stock(config, model, *args, **kwargs)
-        _waiting(embedding_module).clear()  # of a step that ended in an exception
+        _waiting(embedding_module).clear()  # of a step that nothing finished
         layer = getattr(embedding_module, "output_layer", None)
         if layer is not None:
             _why_not[layer] = _why_not_with(config, model[-1] if isinstance(model, list) else model)

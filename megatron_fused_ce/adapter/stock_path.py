@@ -369,7 +369,7 @@ def reason_at_call(
     changed = consumer.why_changed(consumer.model_of(caller).config) or _why_called_otherwise(layer)
     if changed:
         return changed
-    hooked = _why_hooked(layer)
+    hooked = _why_hooked(layer) or _why_trained_by_a_hook(layer, hidden, weight)
     if hooked:
         return hooked
     if _config_logger_on(getattr(layer, "config", None)):
@@ -407,6 +407,20 @@ def _why_hooked(layer: Any) -> str:
     for kind, hook in _hooks(layer):
         if not _is_sharding_hook(hook) and hook not in known:
             return f"a {kind} hook ({name_of(hook)}) may read or change the logits or their gradient"
+    return ""
+
+
+def _why_trained_by_a_hook(layer: Any, hidden: Any, weight: Any) -> str:
+    """Why real logits of this call may have a gradient that hidden states and weight lack; empty if not.
+
+    Adapters, pruning and ``weight_norm`` bring what they train in by a pre-hook, which runs after this look.
+    """
+    if not torch.is_grad_enabled() or hidden.requires_grad or weight.requires_grad:
+        return ""
+    own, of_all = getattr(layer, "_forward_pre_hooks", {}), torch.nn.modules.module._global_forward_pre_hooks
+    for hook in (*own.values(), *of_all.values()):
+        if not (consumer.is_megatrons(hook) or _is_sharding_hook(hook)):
+            return f"nothing but a forward pre-hook ({name_of(hook)}) may have something to train"
     return ""
 
 

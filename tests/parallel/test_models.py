@@ -302,6 +302,27 @@ def _an_evaluation_before(stage: Any, rank: Rank) -> None:
         megatron.run_schedule(stage, [megatron.draw(rank)], rank, forward_only=True)
 
 
+def _a_failure_before(stage: Any, rank: Rank) -> None:
+    """Of every stage, with no message under way; then a backward of no schedule, for which nothing waits."""
+    calls = []
+
+    def fail(module: Any, given: Any) -> None:
+        calls.append(module)
+        if len(calls) == (3 if stage.module.post_process else 4):
+            raise RuntimeError("out of memory")
+
+    failing = stage.register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        megatron.run_schedule(stage, [megatron.draw(rank)] * 4, rank, forward_only=False)
+    failing.remove()
+    stage.zero_grad_buffer()
+    if stage.module.post_process:
+        hidden = torch.linspace(-1, 1, stage.config.hidden_size, device=rank.device)
+        stage.module.set_input_tensor([hidden.expand(SEQUENCE, BATCH, -1)])
+        megatron.losses_of(stage, megatron.draw(rank), rank).sum().backward()
+        assert stage.module.output_layer.weight.main_grad.any()
+
+
 def losses_of_real_logits(stage: Any, batch: megatron.Batch, rank: Rank) -> Any:
     """Behind a metric, which makes logits of its own."""
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
@@ -322,6 +343,8 @@ UNUSUAL = {
     "nothing finishes the second step": (
         _nothing_finishes_the_second_step, megatron.losses_of, [1, 2, 3, 4], "begun by no schedule"),
     "an evaluation before": (_an_evaluation_before, megatron.losses_of, [1, 2, 3, 4] * 2, ""),
+    "a failure before": (
+        _a_failure_before, megatron.losses_of, [1, 2] + [1, 2, 3, 4] * 2, "begun by no schedule"),
     "a metric before real logits": (lambda stage, rank: None, losses_of_real_logits, [], ""),
 }  # fmt: skip
 

@@ -18,6 +18,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from tests.support import megatron
@@ -209,6 +210,38 @@ def spectrally_normed(step: Step) -> Tensor:
     torch.manual_seed(5)  # of the vectors that it starts from
     layer = nn.utils.parametrizations.spectral_norm(step.model.output_layer)
     return step.masked(step()) + layer.parametrizations.weight[0]._u.abs().sum()
+
+
+def trained_by_a_pre_hook(brings: Callable[[Step], Tensor]) -> Use:
+    """All else is frozen while the model is called; another term has gradients, so that nothing raises."""
+
+    def use(step: Step) -> Tensor:
+        parameters = list(step.model.parameters())
+        other = sum(1e-3 * parameter.square().sum() for parameter in parameters)
+        trained = brings(step)
+        for parameter in parameters:
+            parameter.requires_grad_(parameter is trained)
+        with torch.no_grad():
+            step()
+        loss = step.masked(step())
+        for parameter in parameters:
+            parameter.requires_grad_()
+        return loss + other
+
+    return use
+
+
+def an_adapter(step: Step) -> Tensor:
+    layer = step.model.output_layer
+    layer.adapter = nn.Parameter(torch.linspace(0.5, 1.5, layer.input_size, device=step.ids.device))
+    layer.register_forward_pre_hook(lambda layer, given: (given[0] * layer.adapter, *given[1:]))
+    return layer.adapter
+
+
+def pruning(step: Step) -> Tensor:
+    """The weight is made by each call, and is without a gradient what an evaluation made of it."""
+    torch.manual_seed(5)
+    return prune.random_unstructured(step.model.output_layer, "weight", 0.3).weight_orig
 
 
 def mask_changed(step: Step) -> Tensor:
@@ -503,6 +536,12 @@ ROWS = {
     "a forward hook on all modules": stays("a forward hook", hooked_everywhere(half_of)),
     "a forward pre-hook": fused(
         change=hooked("register_forward_pre_hook", lambda layer, given: (given[0] * 0.5, *given[1:]))
+    ),
+    "a forward pre-hook that is all that is trained": stays(
+        "nothing but a forward pre-hook", use=trained_by_a_pre_hook(an_adapter), fused=1
+    ),
+    "a weight made by a pre-hook is all that is trained": stays(
+        "nothing but a forward pre-hook", use=trained_by_a_pre_hook(pruning), fused=1
     ),
     "a backward pre-hook": stays(
         "a backward hook", hooked("register_full_backward_pre_hook", clamped), **BF16
