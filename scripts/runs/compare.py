@@ -608,7 +608,7 @@ def draw_series(content: dict[str, Any], path: Path) -> None:
             each = [max(abs(float(value)) / row["bound"], 1e-2) for value in row["differences"]]
             axes.plot(each, [at] * len(each), "o", color=colour, ms=4, alpha=0.5)
             axes.plot([abs(float(row["over_seeds"])) / row["bound"]], [at], "|", color=colour, ms=14, mew=2)
-        axes.axvline(1, **BOUND)
+        axes.axvline(1, color="black", ls="--", lw=1)
         axes.set_xscale("log")
         axes.set_title(f"{what}\nbound {row['bound']:.1e}", fontsize=8)
         axes.set_xlabel("times the bound", fontsize=8)
@@ -621,7 +621,10 @@ def draw_series(content: dict[str, Any], path: Path) -> None:
         axes.grid(alpha=0.25)
         axes.tick_params(labelsize=8)
     figure.suptitle(f"{facts['judged']} against {reference}, by seed: {facts['verdict']}", fontsize=10)
-    below = textwrap.fill(f"Dots: one seed each; bars: over the seeds. {facts['caption']}", 150)
+    how = (
+        "Left: colours as the names' at the right; zeros are not drawn. Right: a dot a seed, without sign; a"
+    )
+    below = textwrap.fill(f"{how} bar over the seeds. {facts['caption']}", 150)
     figure.supxlabel(below, fontsize=7, color="#525252")
     pictures.save(figure, path)
 
