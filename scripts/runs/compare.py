@@ -29,7 +29,8 @@ reference's of its seed, by
 
 and losses of multi-token prediction by both. Over the seeds it is at most twice the root mean square of what
 the runs of --against-noise differ by, and no run of one seed more than ten times. Below three seeds, or three
-of those, the verdict is INCONCLUSIVE. Other names in RUNS are shown beside.
+of those, or where logs have no lines of the first iterations, the verdict is INCONCLUSIVE. Other names in
+RUNS are shown beside.
 
 A difference that the printed digits cannot tell is none. nan in one run alone, a step skipped by one alone,
 or a training loss that one alone logs, is a difference.
@@ -410,12 +411,13 @@ class Judged:
 
     @property
     def spread(self) -> float:
-        """Root mean square of what runs that are the same differ by."""
-        return root_mean_square([value for name in self.noise for value in self.of(name)])
+        """Root mean square of what runs that are the same differ by, where that is a number."""
+        those = [value for name in self.noise for value in self.of(name)]
+        return root_mean_square([value for value in those if math.isfinite(value)])
 
     @property
     def bound(self) -> float:
-        return max(YARDSTICK_FACTOR * self.spread, self.least)
+        return max(self.least, YARDSTICK_FACTOR * self.spread)  # of nan: the least
 
     def is_within(self, name: str) -> bool:
         each = all(abs(value) <= ONE_SEED * self.bound for value in self.of(name))
@@ -464,7 +466,14 @@ class Series:
             or sum(len(last.of(n)) for n in self.noise) < FEWEST_SEEDS
         ):
             return "INCONCLUSIVE"
-        return "DIFFERENT" if self.problems else "SAME"
+        if self.problems:
+            return "DIFFERENT"
+        # The last iterations alone miss most errors.
+        return (
+            "SAME"
+            if any(figure.what.startswith("loss, first") for figure in self.figures)
+            else "INCONCLUSIVE"
+        )
 
 
 def series_of(
@@ -498,9 +507,12 @@ def series_of(
     found.pairs = pairs.get("loss", {})
     if missing := [name for name in (judged, *noise) if name not in found.pairs]:
         names = ", ".join(missing)
-        raise UsageError(f"{folder} has no runs NAME-SEED of {names} beside {reference} of the same seed")
+        why = "".join(f"; {note}" for note in found.notes[:3])
+        raise UsageError(
+            f"{folder} has no runs NAME-SEED of {names} beside {reference} of the same seed{why}"
+        )
     for curve in sorted(pairs, key=lambda curve: (curve != "loss", curve == GRAD_NORM, curve)):
-        for figure in _figures_of(curve, pairs[curve], ends[curve], found.noise):
+        for figure in _figures_of(curve, pairs[curve], (first, ends[curve]), found):
             _judge(figure, found)
     return found
 
@@ -522,23 +534,33 @@ def _runs_in(folder: Path, notes: list[str]) -> dict[tuple[str, int], Record]:
 
 
 def _figures_of(
-    curve: str, pairs: dict[str, dict[int, list[Pair]]], last_first: int, noise: Sequence[str]
+    curve: str, pairs: dict[str, dict[int, list[Pair]]], window: tuple[int, int], found: Series
 ) -> Iterator[Judged]:
     """Of the last iterations, but for gradient norms, and of the first, where lines of the logs tell them."""
     every = [pair for of_seed in pairs.values() for of_run in of_seed.values() for pair in of_run]
-    size = max((abs(pair.reference) for pair in every if math.isfinite(pair.reference)), default=0.0)
+    every = [pair for pair in every if math.isfinite(pair.reference) and math.isfinite(pair.other)]
+    size = max((abs(pair.reference) for pair in every), default=0.0)
     resolution = GRAD_NORM_RESOLUTION if curve == GRAD_NORM else LOSS_RESOLUTION
-    least = max(resolution * size, *(pair.tolerance for pair in every))
+    least = max([resolution * size, *(pair.tolerance for pair in every)])
+    num_first, last_first = window
     for first in (True,) if curve == GRAD_NORM else (False, True):
         values: dict[str, dict[int, float]] = {}
+        lengths = set()
         for name, of_seed in pairs.items():
             for seed, of_run in of_seed.items():
                 if not first:
                     values.setdefault(name, {})[seed] = mean_of_last(of_run)
-                elif gaps := [pair.gap for pair in of_run if pair.iteration <= last_first]:
-                    values.setdefault(name, {})[seed] = root_mean_square(gaps)
-        what = f"{curve}, first {last_first}" if first else f"{curve}, last {LAST}"
-        yield Judged(what, first, values, noise, least)
+                    continue
+                those = [pair for pair in of_run if pair.iteration <= last_first]
+                end = min(last_first, of_run[-1].iteration)
+                if those and those[-1].iteration > end - num_first / 2:
+                    values.setdefault(name, {})[seed] = root_mean_square([pair.gap for pair in those])
+                    lengths.add(len(those))
+        what = f"{curve}, first {num_first}" if first else f"{curve}, last {LAST}"
+        if len(lengths) > 1:  # a mean over iterations is nearer to another than they are
+            found.notes.append(f"{what}: not judged, since not all runs log every one of them")
+        else:
+            yield Judged(what, first, values, found.noise, least)
 
 
 def _judge(figure: Judged, found: Series) -> None:
@@ -605,12 +627,13 @@ def draw_series(content: dict[str, Any], path: Path) -> None:
     for axes, (what, rows) in zip(panels, shown.items(), strict=True):
         for at, name in enumerate(name for name in last if name in rows):
             row, colour = rows[name], colours[name]
-            each = [max(abs(float(value)) / row["bound"], 1e-2) for value in row["differences"]]
+            bound = float(row["bound"])
+            each = [max(abs(float(value)) / bound, 1e-2) for value in row["differences"]]
             axes.plot(each, [at] * len(each), "o", color=colour, ms=4, alpha=0.5)
-            axes.plot([abs(float(row["over_seeds"])) / row["bound"]], [at], "|", color=colour, ms=14, mew=2)
+            axes.plot([abs(float(row["over_seeds"])) / bound], [at], "|", color=colour, ms=14, mew=2)
         axes.axvline(1, color="black", ls="--", lw=1)
         axes.set_xscale("log")
-        axes.set_title(f"{what}\nbound {row['bound']:.1e}", fontsize=8)
+        axes.set_title(f"{what}\nbound {bound:.1e}", fontsize=8)
         axes.set_xlabel("times the bound", fontsize=8)
         axes.set_ylim(len(last) - 0.5, -0.5)
         axes.set_yticks(range(len(last)), list(last) if axes is panels[0] else [""] * len(last))
