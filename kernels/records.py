@@ -41,8 +41,6 @@ HEADROOM = 64.0
 LOWEST = -1000.0
 #: Below the key of every logit: keys are int32 in the order of the fp32 logits that they stand for.
 NOTHING = -(2**31)
-#: Exponentials are multiplied by this before they are squared: they reach ``2**HEADROOM``.
-SQUARED_UNIT = 2.0**-32
 
 
 @dataclass(frozen=True)
@@ -56,8 +54,6 @@ class RowOptions:
     #: compute ``logit_sum``, ``weighted`` of :class:`ExtraStatistics`
     with_logit_sum: bool = False
     with_weighted: bool = False
-    #: and its ``squares``
-    with_squares: bool = False
     #: and its ``rest``, and where the largest logit is: of several, the label's or the lowest
     with_rest: bool = False
     #: scaled-exp GEMM only: round the logits to the operands' dtype before everything else
@@ -108,9 +104,6 @@ class ExtraStatistics(NamedTuple):
     weighted: Tensor | None = None
     #: global id of the largest logit, lowest on a tie (exact below 2**24): predicted ids
     best: Tensor | None = None
-    #: sum of (SQUARED_UNIT * exp(z - row_shift))**2, without the label's own column: sum of squared
-    #: probabilities. In Merged without the factor.
-    squares: Tensor | None = None
     #: Of a divergence: sum of exp(z - z_a) without z_a, the row's largest, fp64; ranks exchange it in two
     #: parts, relative to row_max, of which exp(z_a - row_max) = peak is 1 but for rounding. In Merged fp64
     #: again, and peak is the number of shards that have the largest.
@@ -176,8 +169,6 @@ class TileStatistics(NamedTuple):
     tile_argmax: Tensor | None = None  # int32: column of tile_max
     #: fp32: sum of E times its exponent, in base 2, label left out; with RowOptions.with_weighted
     tile_weighted: Tensor | None = None
-    #: fp32: sum of (SQUARED_UNIT * E)**2, label left out; with RowOptions.with_squares
-    tile_squares: Tensor | None = None
 
     @staticmethod
     def empty(
@@ -196,7 +187,6 @@ class TileStatistics(NamedTuple):
             torch.empty_like(row_shift2),
             torch.empty_like(tile_max, dtype=torch.int32) if with_argmax else None,
             torch.empty_like(tile_max) if form.with_weighted else None,
-            torch.empty_like(tile_max) if form.with_squares else None,
         )
 
 

@@ -27,7 +27,6 @@ from megatron_fused_ce.kernels.records import (
     LN_2,
     NO_OPTIONS,
     NOT_HERE,
-    SQUARED_UNIT,
     ExtraStatistics,
     GradCoefficients,
     RowOptions,
@@ -44,7 +43,6 @@ GRADIENT_BLOCK = 4096
 GRADIENT_WARPS = 8
 _LN_2 = tl.constexpr(LN_2)
 _NOT_HERE = tl.constexpr(NOT_HERE)
-_SQUARED_UNIT = tl.constexpr(SQUARED_UNIT)
 
 
 @triton.jit
@@ -131,7 +129,6 @@ def _add_block(
     sums,  # [BLOCK], of exponentials relative to running_max (0 while that is -inf)
     weighted,  # [BLOCK] or scalar
     logit_sums,  # [BLOCK] or scalar
-    squares,  # [BLOCK] or scalar, of SQUARED_UNIT times the exponentials
     best,
     held,  # [BLOCK] or scalar: exponentials of the block with the largest logit, which are not in sums then
     BLOCK: tl.constexpr,
@@ -141,7 +138,6 @@ def _add_block(
     WEIGHTED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     TEMPERATURE: tl.constexpr,
-    SQUARES: tl.constexpr,
     REST: tl.constexpr,
 ):
     """One block of columns into what is kept of a row, slot by slot: one reduction a block, the maximum.
@@ -197,9 +193,6 @@ def _add_block(
             empty &= held == 0.0
         weighted = tl.where(empty, 0.0, weighted + sums * shift) * moved
         weighted += tl.where(e == 0.0, 0.0, e * t)
-    if SQUARES:
-        small = e * _SQUARED_UNIT
-        squares = squares * (moved * moved) + small * small
     sums *= moved
     if REST:
         if new_max > running_max:
@@ -209,7 +202,7 @@ def _add_block(
             sums += e
     else:
         sums += e
-    return new_max, sums, weighted, logit_sums, squares, best, held
+    return new_max, sums, weighted, logit_sums, best, held
 
 
 @triton.jit
@@ -222,7 +215,6 @@ def _row_statistics_kernel(
     weighted_ptr,  # [C] fp32, out: sum of the exponentials times their logits, as of records.ExtraStatistics
     valid_columns_ptr,  # [1] int64: how many columns are valid
     inv_temperature_ptr,  # [C] fp32
-    squares_ptr,  # [C] fp32, out: records.ExtraStatistics.squares
     rest_ptr,  # [C] fp64, out: records.ExtraStatistics.rest
     row_stride,
     num_rows,
@@ -236,7 +228,6 @@ def _row_statistics_kernel(
     MASKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     TEMPERATURE: tl.constexpr,
-    SQUARES: tl.constexpr,
     REST: tl.constexpr,
 ):
     """One program per row: online maximum and sums, the label's column left out of those."""
@@ -252,21 +243,20 @@ def _row_statistics_kernel(
     sums = tl.zeros((BLOCK,), tl.float32)
     weighted = tl.zeros((BLOCK,), tl.float32) if WEIGHTED else tl.full((), 0.0, tl.float32)
     logit_sums = tl.zeros((BLOCK,), tl.float32) if WITH_SUM else tl.full((), 0.0, tl.float32)
-    squares = tl.zeros((BLOCK,), tl.float32) if SQUARES else tl.full((), 0.0, tl.float32)
     held = tl.zeros((BLOCK,), tl.float32) if REST else tl.full((), 0.0, tl.float32)
     best = tl.full((), 0, tl.int32)
     whole = num_columns // BLOCK * BLOCK
     for start in range(0, whole, BLOCK):
-        running_max, sums, weighted, logit_sums, squares, best, held = _add_block(
+        running_max, sums, weighted, logit_sums, best, held = _add_block(
             row_ptr, start, num_columns, label, logit_scale, softcap, inv_temperature,
-            running_max, sums, weighted, logit_sums, squares, best, held,
-            BLOCK, False, WITH_ARGMAX, WITH_SUM, WEIGHTED, SOFTCAP, TEMPERATURE, SQUARES, REST,
+            running_max, sums, weighted, logit_sums, best, held,
+            BLOCK, False, WITH_ARGMAX, WITH_SUM, WEIGHTED, SOFTCAP, TEMPERATURE, REST,
         )  # fmt: skip
     if whole < num_columns:
-        running_max, sums, weighted, logit_sums, squares, best, held = _add_block(
+        running_max, sums, weighted, logit_sums, best, held = _add_block(
             row_ptr, whole, num_columns, label, logit_scale, softcap, inv_temperature,
-            running_max, sums, weighted, logit_sums, squares, best, held,
-            BLOCK, True, WITH_ARGMAX, WITH_SUM, WEIGHTED, SOFTCAP, TEMPERATURE, SQUARES, REST,
+            running_max, sums, weighted, logit_sums, best, held,
+            BLOCK, True, WITH_ARGMAX, WITH_SUM, WEIGHTED, SOFTCAP, TEMPERATURE, REST,
         )  # fmt: skip
     label_logit = tl.load(row_ptr + label, mask=here, other=0.0).to(tl.float32) * logit_scale
     if SOFTCAP:
@@ -296,8 +286,6 @@ def _row_statistics_kernel(
         tl.store(sum_ptr + row, tl.sum(logit_sums, axis=0))
     if WEIGHTED:
         tl.store(weighted_ptr + row, tl.sum(weighted, axis=0))
-    if SQUARES:
-        tl.store(squares_ptr + row, tl.sum(squares, axis=0))
     tl.store(shard_ptr + row, running_max)
     tl.store(shard_ptr + num_rows + row, running_max)
     tl.store(shard_ptr + 2 * num_rows + row, tl.sum(sums, axis=0))
@@ -396,7 +384,6 @@ def row_statistics(
     argmax = torch.empty_like(local_labels) if with_argmax or form.with_rest else None
     logit_sum = torch.empty_like(shard[0]) if form.with_logit_sum else None
     weighted = torch.empty_like(shard[0]) if form.with_weighted else None
-    squares = torch.empty_like(shard[0]) if form.with_squares else None
     rest = torch.empty_like(shard[0], dtype=torch.float64) if form.with_rest else None
     rounds = rounds_products(logits, logit_scale, form.softcap, inv_temperature)
     launch = _row_statistics_unfused if rounds else _row_statistics
@@ -411,7 +398,6 @@ def row_statistics(
             shard if weighted is None else weighted,
             local_labels if form.valid_columns is None else form.valid_columns,
             shard if inv_temperature is None else inv_temperature,
-            shard if squares is None else squares,
             shard if rest is None else rest,
         ),
         (
@@ -428,10 +414,9 @@ def row_statistics(
         MASKED=form.valid_columns is not None,
         SOFTCAP=form.softcap is not None,
         TEMPERATURE=inv_temperature is not None,
-        SQUARES=squares is not None,
         REST=rest is not None,
     )
-    extra = ExtraStatistics(logit_sum, weighted, squares=squares, rest=rest)
+    extra = ExtraStatistics(logit_sum, weighted, rest=rest)
     return RowStatistics(shard, argmax, extra)
 
 

@@ -41,7 +41,6 @@ from megatron_fused_ce.kernels.records import (
     LOG2_E,
     LOWEST,
     NO_OPTIONS,
-    SQUARED_UNIT,
     GradEpilogue,
     RowOptions,
     TileStatistics,
@@ -51,7 +50,6 @@ from megatron_fused_ce.kernels.softcap import tanh_and_grad
 _HEADROOM = tl.constexpr(HEADROOM)
 _LOG2_E = tl.constexpr(LOG2_E)
 _LOWEST = tl.constexpr(LOWEST)
-_SQUARED_UNIT = tl.constexpr(SQUARED_UNIT)
 _PROPAGATE_NAN = tl.constexpr(tl.PropagateNan.ALL)
 
 
@@ -95,7 +93,6 @@ def _scaled_exp_kernel(
     label_logit_ptr,  # [C] fp32
     tile_argmax_ptr,  # [num_n, C] int32
     tile_weighted_ptr,  # [num_n, C] fp32
-    tile_squares_ptr,  # [num_n, C] fp32
     valid_columns_ptr,  # [1] int64: how many columns are valid
     inv_temperature_ptr,  # [C] fp32
     num_rows,
@@ -113,7 +110,6 @@ def _scaled_exp_kernel(
     LOGITS: tl.constexpr,
     WITH_ARGMAX: tl.constexpr,
     WEIGHTED: tl.constexpr,
-    SQUARES: tl.constexpr,
     MASKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ROUNDED: tl.constexpr,
@@ -170,9 +166,6 @@ def _scaled_exp_kernel(
         e = tl.exp2(z)
         if WEIGHTED:
             tl.store(tile_weighted_ptr + at, tl.sum(e * z, axis=1), mask=inside)
-        if SQUARES:
-            small = e * _SQUARED_UNIT
-            tl.store(tile_squares_ptr + at, tl.sum(small * small, axis=1), mask=inside)
         tl.store(tile_max_ptr + at, tile_max, mask=inside)
         tl.store(tile_sum_ptr + at, tl.sum(e, axis=1), mask=inside)
         if WRITE:
@@ -356,7 +349,6 @@ def scaled_exp_gemm(
         LOGITS=out is not None and logits,
         WITH_ARGMAX=with_argmax,
         WEIGHTED=form.with_weighted,
-        SQUARES=form.with_squares,
     )
     return tiles
 

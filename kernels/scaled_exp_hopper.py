@@ -18,7 +18,6 @@ each tile, from L2; it scales a vector of rows, which the exponent's multiply-ad
 A softcap: 4096 cycles of exponentials and reciprocals more, and six other instructions an element, so that a
 warpgroup's epilogue takes longer than the ring lets the other run ahead. Predicted: 1 to 1.7 % of a step at
 H = 4096. Measured: 0 to 3 %, as at H = 2304 (docs/benchmarks/2026-11-23.md).
-The sum of squares: 640 cycles (two and a half instructions an element) and four bytes a row of each tile.
 
 Tiles are handed out by a counter in global memory: a program that starts late, because NCCL's kernels
 hold its SM, takes fewer of them. The loader asks for its next tile while it loads the present one and
@@ -66,7 +65,6 @@ from megatron_fused_ce.kernels.records import (
     LOG2_E,
     LOWEST,
     NO_OPTIONS,
-    SQUARED_UNIT,
     TABLE_HEADER,
     TABLE_WORDS,
     GradEpilogue,
@@ -78,7 +76,6 @@ _HEADER = gl.constexpr(TABLE_HEADER)
 _HEADROOM = gl.constexpr(HEADROOM)
 _LOG2_E = gl.constexpr(LOG2_E)
 _LOWEST = gl.constexpr(LOWEST)
-_SQUARED_UNIT = gl.constexpr(SQUARED_UNIT)
 _SMALLEST = gl.constexpr(2.0**-126)  # that is not subnormal
 
 #: A NaN logit must reach the sums.
@@ -138,7 +135,6 @@ class _Tiles(NamedTuple):
     argmax: gl.tensor
     weighted: gl.tensor
     label_logit: gl.tensor
-    squares: gl.tensor
 
 
 class _Ring(NamedTuple):
@@ -195,7 +191,6 @@ class _Kind(NamedTuple):
     SOFTCAP: gl.constexpr
     ROUNDED: gl.constexpr  # logits, to bf16
     TEMPERATURE: gl.constexpr  # one for each row
-    SQUARES: gl.constexpr  # sums of E**2
 
 
 @gluon.constexpr_function
@@ -310,17 +305,11 @@ def _rows_of(x, z):
 
 
 @gluon.jit
-def _sum_of_squares(e):
-    small = e * _SQUARED_UNIT
-    return gl.reduce(small * small, 1, _plus)
-
-
-@gluon.jit
 def _exponentials(z, shift, row, kind):
     """``E = 2**(z2 - shift)``, 0 where z is -inf, times the softcap's gradient, in bf16; with ``LOGITS`` z.
 
     Before it, of each row, without the softcap's gradient and where z is not -inf: the sum of E, that of E
-    times its exponent (where ``WEIGHTED``), of squares (``SQUARES``).
+    times its exponent (where ``WEIGHTED``).
     """
     shifts = _rows_of(shift, z)
     if kind.SOFTCAP:
@@ -334,14 +323,11 @@ def _exponentials(z, shift, row, kind):
     weighted = total
     if kind.WEIGHTED:
         weighted = gl.reduce(e * exponent, 1, _plus)
-    squares = total
-    if kind.SQUARES:
-        squares = _sum_of_squares(e)
     if kind.LOGITS:
         e = z
     elif kind.SOFTCAP:
         e = e * softcap_grad
-    return total, weighted, squares, e.to(gl.bfloat16)
+    return total, weighted, e.to(gl.bfloat16)
 
 
 @gluon.jit
@@ -632,20 +618,15 @@ def _statistics_epilogue(z, row, first_column, n, of_tiles, num_rows, valid_colu
     if kind.SOFTCAP | kind.WEIGHTED | kind.LOGITS:
         # By halves: registers hold no more than one of them beside what it is multiplied by.
         left, right = _halves(z)
-        left_sum, left_weighted, left_squares, left = _exponentials(left, shift, row, kind)
-        right_sum, right_weighted, right_squares, right = _exponentials(right, shift, row, kind)
+        left_sum, left_weighted, left = _exponentials(left, shift, row, kind)
+        right_sum, right_weighted, right = _exponentials(right, shift, row, kind)
         gl.store(of_tiles.sum + at, gl.convert_layout(left_sum + right_sum, ROWS), mask=row.inside)
         if kind.WEIGHTED:
             weighted = gl.convert_layout(left_weighted + right_weighted, ROWS)
             gl.store(of_tiles.weighted + at, weighted, mask=row.inside)
-        if kind.SQUARES:
-            squares = gl.convert_layout(left_squares + right_squares, ROWS)
-            gl.store(of_tiles.squares + at, squares, mask=row.inside)
     else:
         e = gl.exp2(z * _rows_of(row.scale2, z) - shift[:, None])
         gl.store(of_tiles.sum + at, gl.reduce(e, 1, _plus), mask=row.inside)
-        if kind.SQUARES:
-            gl.store(of_tiles.squares + at, _sum_of_squares(e), mask=row.inside)
         left, right = _halves(e.to(gl.bfloat16))
     return left, right
 
@@ -795,7 +776,6 @@ def _gemm_kernel(
     label_logit_ptr,
     tile_argmax_ptr,
     tile_weighted_ptr,
-    tile_squares_ptr,
     valid_columns_ptr,
     inv_temperature_ptr,
     num_rows,
@@ -815,7 +795,6 @@ def _gemm_kernel(
     SOFTCAP: gl.constexpr,
     ROUNDED: gl.constexpr,
     TEMPERATURE: gl.constexpr,
-    SQUARES: gl.constexpr,
 ):
     CTAS: gl.constexpr = gl.num_ctas()
     label_tiles_ptr = table_ptr + _HEADER
@@ -855,15 +834,14 @@ def _gemm_kernel(
         inv_temperature_ptr,
     )
     of_tiles = _Tiles(
-        label_tiles_ptr, tile_max_ptr, tile_sum_ptr, tile_argmax_ptr,
-        tile_weighted_ptr, label_logit_ptr, tile_squares_ptr,
+        label_tiles_ptr, tile_max_ptr, tile_sum_ptr, tile_argmax_ptr, tile_weighted_ptr, label_logit_ptr,
     )  # fmt: skip
     ring = _Ring(weight_slots, tile_ids, full, empty, empty_in_cluster)
     sizes = _Sizes(num_rows, valid_columns, num_m, num_n, num_k)
     scales = _Scales(logit_scale, scale2, softcap)
     kind: gl.constexpr = _Kind(
         GROUP_M, MODE, WRITE, LOGITS, WITH_ARGMAX, WEIGHTED, ENTROPY,
-        MASKED, SOFTCAP, ROUNDED, TEMPERATURE, SQUARES,
+        MASKED, SOFTCAP, ROUNDED, TEMPERATURE,
     )  # fmt: skip
     # fmt: off
     gl.warp_specialize(
@@ -937,7 +915,6 @@ def _launch(
         form.softcap,
         form.rounded,
         inv_temperature is not None,
-        form.with_squares,
     )
     unused = gradient.factor
     rows = tuple(unused if row is None else row for row in gradient)
@@ -974,7 +951,6 @@ def _bound_gemm(
     softcap: float | None,
     rounded: bool,
     temperature: bool,
-    with_squares: bool,
 ) -> Bound:
     num_rows, hidden_size = tokens_shape
     return _gemm.bind(
@@ -998,7 +974,6 @@ def _bound_gemm(
         SOFTCAP=softcap is not None,
         ROUNDED=rounded,
         TEMPERATURE=temperature,
-        SQUARES=with_squares and mode == int(STATISTICS),
     )
 
 
@@ -1054,7 +1029,7 @@ def grad_logits_gemm(
         labels,
         table,
         gradient,
-        (gradient.max2,) * 6,
+        (gradient.max2,) * 5,
         logit_scale,
         int(GRADIENTS),
         False,

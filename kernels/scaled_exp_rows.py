@@ -185,8 +185,6 @@ def _combine_tiles_kernel(
     e_ptr,  # [C, V], in and out
     row_scale_ptr,  # [C] fp32, out: a factor
     inv_temperature_ptr,  # [C] fp32
-    tile_squares_ptr,  # [num_tiles, C] fp32
-    squares_ptr,  # [C] fp32, out: records.ExtraStatistics.squares
     num_rows,
     num_columns,
     num_tiles,
@@ -201,7 +199,6 @@ def _combine_tiles_kernel(
     ALONE: tl.constexpr,
     FINALIZE: tl.constexpr,
     TEMPERATURE: tl.constexpr,
-    SQUARES: tl.constexpr,
 ):
     """Row statistics of a block of rows, in one sweep over their tiles.
 
@@ -218,7 +215,6 @@ def _combine_tiles_kernel(
     slot_shift = slots
     slot_sum_exp = slots
     slot_weighted = slots
-    slot_squares = slots
     slot_best = slots.to(tl.int32)
     for start in range(0, num_tiles, BLOCK_TILES):
         tiles = start + tl.arange(0, BLOCK_TILES)
@@ -238,9 +234,6 @@ def _combine_tiles_kernel(
             tile_weighted = tl.load(tile_weighted_ptr + at, mask=real, other=0.0)
             slot_weighted = (slot_weighted + slot_sum_exp * of_slot) * tl.exp2(of_slot)
             slot_weighted += (tile_weighted + tile_sum * of_tile) * tl.exp2(of_tile)
-        if SQUARES:
-            tile_squares = tl.load(tile_squares_ptr + at, mask=real, other=0.0)
-            slot_squares = slot_squares * tl.exp2(2.0 * of_slot) + tile_squares * tl.exp2(2.0 * of_tile)
         slot_sum_exp = slot_sum_exp * tl.exp2(of_slot)
         slot_sum_exp += tile_sum * tl.exp2(of_tile)
         slot_shift = new_shift
@@ -252,9 +245,6 @@ def _combine_tiles_kernel(
     if WEIGHTED:
         weighted = tl.sum((slot_weighted + slot_sum_exp * of_slot) * tl.exp2(of_slot), axis=0)
         tl.store(weighted_ptr + rows, weighted * _LN_2, mask=inside)
-    if SQUARES:
-        squares = tl.sum(slot_squares * tl.exp2(2.0 * of_slot), axis=0)
-        tl.store(squares_ptr + rows, squares, mask=inside)
     row_shift = tl.load(row_shift_ptr + rows, mask=inside, other=0.0)
     label = tl.load(label_ptr + rows, mask=inside, other=-1)
     here = (label >= 0) & (label < num_columns)
@@ -589,7 +579,6 @@ def _bound_combine(
     softcap: float | None,
     alone: bool,
     temperature: bool,
-    with_squares: bool,
 ) -> Bound:
     return _combine_tiles.bind(
         (ceil_div(num_rows, BLOCK_ROWS),),
@@ -603,7 +592,6 @@ def _bound_combine(
         ALONE=alone,
         FINALIZE=e_stride is not None,
         TEMPERATURE=temperature,
-        SQUARES=with_squares,
     )
 
 
@@ -634,7 +622,6 @@ def combine_tiles(
         merged = Merged(torch.empty_like(tiles.label_logit), torch.empty_like(shard), None)
     argmax = None if tiles.tile_argmax is None else torch.empty_like(labels)
     weighted = None if tiles.tile_weighted is None else torch.empty_like(tiles.label_logit)
-    squares = None if tiles.tile_squares is None else torch.empty_like(tiles.label_logit)
     launch = _bound_combine(
         num_rows,
         num_columns,
@@ -646,7 +633,6 @@ def combine_tiles(
         form.softcap,
         alone,
         inv_temperature is not None,
-        squares is not None,
     )
     launch(
         (
@@ -664,11 +650,9 @@ def combine_tiles(
             *((shard, shard) if merged is None else (merged.loss, merged.terms)),
             *((shard, shard) if e is None or row_scale is None else (e, row_scale)),
             shard if inv_temperature is None else inv_temperature,
-            tiles.tile_max if tiles.tile_squares is None else tiles.tile_squares,
-            shard if squares is None else squares,
         ),
     )
-    extra = ExtraStatistics(weighted=weighted, squares=squares)
+    extra = ExtraStatistics(weighted=weighted)
     return RowStatistics(shard, argmax, extra, tile_shift, merged), row_scale
 
 

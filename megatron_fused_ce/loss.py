@@ -34,7 +34,6 @@ from megatron_fused_ce.kernels.records import (
     NOT_HERE,
     ROW_MAX,
     ROW_SHIFT,
-    SQUARED_UNIT,
     ExtraStatistics,
     Merged,
 )
@@ -52,7 +51,6 @@ class TokenOutputs(NamedTuple):
     entropy: Tensor | None = None  # fp32: -sum p log p
     predicted: Tensor | None = None  # int64: argmax s over all shards, lowest on a tie; -1 with NaN
     correct: Tensor | None = None  # bool: no logit is larger than the label's
-    sum_p_squared: Tensor | None = None  # fp32: sum p**2
     #: of a student beside its teacher: fp32, with a gradient where it is the loss
     divergence: Tensor | None = None
     teacher_log_prob: Tensor | None = None  # the teacher's of the label, at temperature 1
@@ -63,7 +61,6 @@ class TokenLogProbs(NamedTuple):
 
     log_prob: Tensor
     entropy: Tensor | None = None
-    sum_p_squared: Tensor | None = None  # of all classes; without a gradient
 
 
 class Upstream(NamedTuple):
@@ -149,15 +146,12 @@ def extra_addends(
     """
     row_max, row_shift, sum_exp_nonlabel, _ = shard.unbind(-2)
     shift = row_shift - global_max
-    weighted, best, squares = extra.weighted, extra.best, extra.squares
+    weighted, best = extra.weighted, extra.best
     if weighted is not None:
         moved = torch.exp(shift) * (weighted + sum_exp_nonlabel * shift)
         weighted = torch.where(sum_exp_nonlabel == 0, 0.0, moved)
     if best is not None:
         best = torch.where(row_max == global_max, best, torch.inf)
-    if squares is not None:
-        factor = torch.exp(shift) / SQUARED_UNIT
-        squares = torch.where(squares == 0, 0.0, squares * factor * factor)
     rest, peak, top, beside = extra.rest, extra.peak, extra.top, extra.beside
     if rest is not None and extra.rest_low is not None and peak is not None:
         assert top is not None and beside is not None
@@ -167,14 +161,7 @@ def extra_addends(
         peak = largest.to(peak.dtype)
         top, beside = (torch.where(largest, of_owner, 0.0) for of_owner in (top, beside))
     return extra._replace(
-        weighted=weighted,
-        best=best,
-        squares=squares,
-        rest=rest,
-        rest_low=None,
-        peak=peak,
-        top=top,
-        beside=beside,
+        weighted=weighted, best=best, rest=rest, rest_low=None, peak=peak, top=top, beside=beside
     )
 
 

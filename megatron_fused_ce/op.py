@@ -147,17 +147,17 @@ def fused_linear_token_outputs(
     """:func:`fused_linear_cross_entropy` with more outputs for each token, without the logits.
 
     Args:
-        outputs: names among ``log_prob``, ``lse``, ``entropy``, ``predicted``, ``correct``,
-            ``sum_p_squared``; :class:`.TokenOutputs` defines them; in the labels' shape. A token labelled
+        outputs: names among ``log_prob``, ``lse``, ``entropy``, ``predicted``, ``correct``;
+            :class:`.TokenOutputs` defines them; in the labels' shape. A token labelled
             ``config.ignore_index`` has ``log_prob`` 0 without a gradient; its other outputs are as if it had
             another label.
         differentiable: whether ``log_prob``, ``lse`` and ``entropy`` carry gradients, each for any upstream
             of its own. Where one has an upstream gradient, ``grad_in_forward`` makes its gradients again in
             the backward, and ``auto`` never takes it.
 
-    The other arguments, errors and collectives are those of :func:`fused_linear_cross_entropy`; ``entropy``,
-    ``sum_p_squared`` and ``predicted`` each add a float a token to the merge of the statistics
-    (``predicted`` with ``merge="all_reduce"``: a MIN all-reduce ``[C]``).
+    The other arguments, errors and collectives are those of :func:`fused_linear_cross_entropy`; ``entropy``
+    and ``predicted`` each add a float a token to the merge of the statistics (``predicted`` with
+    ``merge="all_reduce"``: a MIN all-reduce ``[C]``).
 
     Returns:
         the loss and the requested outputs; None for the others.

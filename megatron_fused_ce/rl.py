@@ -46,7 +46,6 @@ class LogProbOptions(TypedDict, total=False):
 
     temperature: float | Tensor
     entropy: str
-    sum_p_squared: bool
     zero_unknown: bool
     active_mask: Tensor | Literal["loss_mask"] | None
     config: FusedCEConfig | None
@@ -60,7 +59,6 @@ def token_log_probs(
     *,
     temperature: float | Tensor = 1.0,
     entropy: str = "none",
-    sum_p_squared: bool = False,
     zero_unknown: bool = False,
     active_mask: Tensor | None = None,
     batch_first: bool | None = None,
@@ -78,7 +76,6 @@ def token_log_probs(
         log_p = logits.float().log_softmax(-1)
         log_prob = log_p.gather(-1, labels.T[..., None])[..., 0].T
         entropy = -(log_p.exp() * log_p).sum(-1).T
-        sum_p_squared = log_p.exp().square().sum(-1).T
 
     but in chunks. Differentiable in ``hidden`` and ``weight`` for any upstream gradient per token, where
     gradients are enabled; under ``torch.no_grad`` the forward runs alone and saves nothing.
@@ -105,10 +102,9 @@ def token_log_probs(
             flows into a tensor.
         entropy: ``none``, ``detached`` (without a gradient) or ``differentiable``; the strategy ``auto`` is
             then ``recompute`` (:func:`unrounded`).
-        sum_p_squared: also give it (verl's ``sum_pi_squared``), without a gradient.
         zero_unknown: log-probability 0 for a label outside the vocabulary, as in SkyRL and NeMo-RL; else
             that of the largest logit. Its gradient is ``-softmax`` either way; ``config.ignore_index`` gives
-            log-probability 0 without a gradient, and leaves entropy and ``sum_p_squared`` as they are.
+            log-probability 0 without a gradient, and leaves the entropy as it is.
         active_mask: bool, ``[b, s]`` or ``[T]``, the same on every rank. Tokens outside it (prompts, tool
             output, padding) take part in no GEMM of either pass: their results are all 0, without a gradient.
             The host waits for the number of the others (:mod:`.masked_tokens`).
@@ -119,7 +115,7 @@ def token_log_probs(
             ``sequence_parallel``.
 
     Returns:
-        fp32 log-probability and, where asked for, entropy and sum of squared probabilities.
+        fp32 log-probability and, where asked for, entropy.
 
     Raises:
         TypeError, ValueError: an argument does not fit; on every rank as for
@@ -129,17 +125,16 @@ def token_log_probs(
             that is finite and not 0. Where it is inf or NaN, so are the gradients.
 
     Collectives: those of :func:`.fused_linear_cross_entropy`; with a temperature per token a MAX all-reduce
-    of an int64 before them, once per call; the merge has a float a token more with entropy and one with
-    ``sum_p_squared``; no reduction of ``grad_hidden`` where it is left to the caller. With K labels a MAX
-    all-reduce of fp32 ``[C, K]`` behind each chunk's first GEMM.
+    of an int64 before them, once per call; the merge has a float a token more with entropy; no
+    reduction of ``grad_hidden`` where it is left to the caller. With K labels a MAX all-reduce of fp32
+    ``[C, K]`` behind each chunk's first GEMM.
 
     Source: d log p_y = ([j = y] - p_j) / t, d entropy = -p_j (log p_j + entropy) / t: docs/math.md.
     """
     return log_probs_of_head(
         sequence_first(hidden, batch_first), weight, labels, temperature=temperature, entropy=entropy,
-        sum_p_squared=sum_p_squared, zero_unknown=zero_unknown, active_mask=active_mask, config=config,
-        reduce_grad_hidden=reduce_grad_hidden, tp_group=tp_group, sequence_parallel=sequence_parallel,
-        vocab_start=vocab_start,
+        zero_unknown=zero_unknown, active_mask=active_mask, config=config, tp_group=tp_group,
+        reduce_grad_hidden=reduce_grad_hidden, sequence_parallel=sequence_parallel, vocab_start=vocab_start,
     )  # fmt: skip
 
 
@@ -149,7 +144,6 @@ def log_probs_of_head(
     labels: Tensor,
     *,
     entropy: str = "none",
-    sum_p_squared: bool = False,
     active_mask: Tensor | None = None,
     config: FusedCEConfig | None = None,
     **of_call: Any,
@@ -167,7 +161,7 @@ def log_probs_of_head(
         config = _changed(DEFAULT_CONFIG if config is None else config, skip_masked=True)
     call = Call(
         widened(hidden, weight), weight, labels, token_weights=active, active_mask=active is not None,
-        config=DEFAULT_CONFIG if config is None else config, outputs=_outputs(entropy, sum_p_squared),
+        config=DEFAULT_CONFIG if config is None else config, outputs=_outputs(entropy),
         differentiable=_with_grad(entropy), caller_error=why_wrong_entropy(entropy) or wrong, **of_call,
     )  # fmt: skip
     if several:  # options of the loss alone do not count
@@ -176,7 +170,7 @@ def log_probs_of_head(
             call = call._replace(config=_changed(config, z_loss=0.0, label_smoothing=0.0))
         call = with_several_labels(call)
     made = linear_cross_entropy(call).outputs
-    return TokenLogProbs(made["log_prob"], made.get("entropy"), made.get("sum_p_squared"))
+    return TokenLogProbs(made["log_prob"], made.get("entropy"))
 
 
 def _active(
@@ -221,9 +215,8 @@ def _changed(config: FusedCEConfig, **change: Any) -> FusedCEConfig:
     return replace(config, **change)
 
 
-def _outputs(entropy: str, sum_p_squared: bool) -> tuple[str, ...]:
-    of_all = ("entropy",) if entropy != "none" else ()
-    return ("log_prob", *of_all, *(("sum_p_squared",) if sum_p_squared else ()))
+def _outputs(entropy: str) -> tuple[str, ...]:
+    return ("log_prob",) if entropy == "none" else ("log_prob", "entropy")
 
 
 def _with_grad(entropy: str) -> tuple[str, ...]:
@@ -343,7 +336,6 @@ def masked_token_log_probs(
     temperature: float | Tensor = 1.0,
     entropy: str = "none",
     entropy_of: str = "kept",
-    sum_p_squared: bool = False,
     zero_unknown: bool = False,
     keep_label: bool = False,
     active_mask: Tensor | None = None,
@@ -365,7 +357,7 @@ def masked_token_log_probs(
         mask_ids: int64 or int32 ``[N]``, global ids, each once for a token, in any order.
         mask_offsets: int64 or int32 ``[T + 1]``: token ``t`` of ``labels.flatten()`` has
             ``mask_ids[mask_offsets[t] : mask_offsets[t + 1]]``. Both the same on every rank.
-        entropy, sum_p_squared: over the kept ids; :func:`token_log_probs` has them over the vocabulary.
+        entropy: over the kept ids; :func:`token_log_probs` has it over the vocabulary.
         entropy_of: ``vocabulary`` takes the entropy from :func:`token_log_probs`, as slime has it: one GEMM
             more, or with a gradient all of that function's.
         keep_label: a label outside its set is put into it, as slime and prime-rl have it: its log-probability
@@ -402,7 +394,7 @@ def masked_token_log_probs(
     """
     return masked_log_probs_of_head(
         sequence_first(hidden, batch_first), weight, labels, (mask_ids, mask_offsets),
-        temperature=temperature, entropy=entropy, entropy_of=entropy_of, sum_p_squared=sum_p_squared,
+        temperature=temperature, entropy=entropy, entropy_of=entropy_of,
         zero_unknown=zero_unknown, keep_label=keep_label, active_mask=active_mask, config=config,
         reduce_grad_hidden=reduce_grad_hidden, tp_group=tp_group, sequence_parallel=sequence_parallel,
         vocab_start=vocab_start,
@@ -417,7 +409,6 @@ def masked_log_probs_of_head(
     *,
     entropy: str = "none",
     entropy_of: str = "kept",
-    sum_p_squared: bool = False,
     keep_label: bool = False,
     active_mask: Tensor | None = None,
     config: FusedCEConfig | None = None,
@@ -438,7 +429,7 @@ def masked_log_probs_of_head(
             wrong = wrong or why_no_mask(active_mask, labels.shape)
     call = Call(
         hidden, weight, labels, config=DEFAULT_CONFIG if config is None else config, caller_error=wrong,
-        outputs=_outputs(own, sum_p_squared), differentiable=_with_grad(own), **of_call,
+        outputs=_outputs(own), differentiable=_with_grad(own), **of_call,
     )  # fmt: skip
     made = masked_log_probs(call, *sets, active_mask, keep_label)
     if not beside:

@@ -224,10 +224,7 @@ class MaskedLogProbs(torch.autograd.Function):
         num_tokens = len(pairs.labels)
         shard = torch.zeros(4, num_tokens, dtype=torch.float32, device=hidden.device)
         shard[:2], shard[3] = -torch.inf, NOT_HERE
-        extra = ExtraStatistics(
-            weighted=torch.zeros_like(shard[0]) if form.with_weighted else None,
-            squares=torch.zeros_like(shard[0]) if form.with_squares else None,
-        )
+        extra = ExtraStatistics(weighted=torch.zeros_like(shard[0]) if form.with_weighted else None)
         products = shard.new_empty(len(pairs.columns))  # of every pair
         with autocast.off(hidden.device):
             all_hidden = _gathered(call.comm, hidden)
@@ -255,12 +252,12 @@ class MaskedLogProbs(torch.autograd.Function):
         # One call: a second would take the place of the first.
         ctx.mark_non_differentiable(*(each for name, each in made.items() if name not in with_grad))
         log_prob = torch.where(known, made["log_prob"], -torch.inf)
-        return log_prob, made.get("entropy"), made.get("sum_p_squared")
+        return log_prob, made.get("entropy")
 
     @staticmethod
     @differentiated_once
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
-        of_log_prob, of_entropy, _ = grads
+        of_log_prob, of_entropy = grads
         if of_log_prob is None and of_entropy is None:
             return None, None, None
         hidden, weight, products, saved, known = ctx.saved_tensors

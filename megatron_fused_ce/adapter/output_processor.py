@@ -2,7 +2,7 @@
 
     from megatron_fused_ce import output_processor
 
-    log_prob, entropy, _ = model(
+    log_prob, entropy = model(
         tokens, positions, mask, labels=labels,
         output_processor=output_processor,
         output_processor_context={"temperature": 0.7, "entropy": "detached"},

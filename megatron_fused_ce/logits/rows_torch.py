@@ -13,7 +13,6 @@ from torch import Tensor
 from megatron_fused_ce.kernels.records import (
     NO_OPTIONS,
     NOT_HERE,
-    SQUARED_UNIT,
     ExtraStatistics,
     GradCoefficients,
     RowOptions,
@@ -103,7 +102,6 @@ def row_statistics(
     argmax = torch.empty_like(local_labels) if with_argmax else None
     logit_sum = torch.empty_like(shard[0]) if form.with_logit_sum else None
     weighted = torch.empty_like(shard[0]) if form.with_weighted else None
-    squares = torch.empty_like(shard[0]) if form.with_squares else None
     rest = torch.empty_like(shard[0], dtype=torch.float64) if form.with_rest else None
     if form.with_rest:
         argmax = torch.empty_like(local_labels)
@@ -135,12 +133,10 @@ def row_statistics(
         e = shifted.exp() if weighted is not None else shifted.exp_()
         if weighted is not None:
             weighted[rows] = shifted.mul_(e).masked_fill_(e == 0, 0.0).sum(dim=-1)
-        if squares is not None:
-            squares[rows] = (e * SQUARED_UNIT).square_().sum(dim=-1)
         shard[:, rows] = torch.stack((block_max, block_max, e.sum(dim=-1), label_logit))
         if argmax is not None:
             argmax[rows] = block_argmax
-    extra = ExtraStatistics(logit_sum, weighted, squares=squares, rest=rest)
+    extra = ExtraStatistics(logit_sum, weighted, rest=rest)
     return RowStatistics(shard, argmax, extra)
 
 

@@ -32,13 +32,12 @@ from megatron_fused_ce.loss import TokenTerms
 #: Names of this package by their modules.
 _NAMES = {
     **dict.fromkeys(("CrossEntropy", "ZLoss", "Uniform"), "label"),
-    **dict.fromkeys(("LogProb", "LogProbs", "Lse", "Entropy"), "outputs"),
-    **dict.fromkeys(("Predicted", "Correct", "SumSquares"), "outputs"),
+    **dict.fromkeys(("LogProb", "LogProbs", "Lse", "Entropy", "Predicted", "Correct"), "outputs"),
     "check": "checking",
 }
 
 #: Statistics that a term may ask for: fields of :class:`.ExtraStatistics`.
-NEEDS = ("logit_sum", "weighted", "squares", "best")
+NEEDS = ("logit_sum", "weighted", "best")
 
 #: A coefficient: fp32 [C], or a number for all tokens.
 Coefficient = Tensor | float

@@ -195,7 +195,6 @@ def _merged(term: Term, s: Tensor, labels: Tensor, row_max: Tensor | None = None
     extra = {
         "logit_sum": s.sum(1),
         "weighted": (e * shifted).masked_fill(is_label, 0.0).sum(1),
-        "squares": e.square().masked_fill(is_label, 0.0).sum(1),
         "best": s.argmax(1).to(s.dtype),
     }
     terms = torch.stack((row_max, 1 / total, others / total, torch.where(known, shift, NOT_HERE)))

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_fused_ce.kernels.records import NOT_HERE
 from megatron_fused_ce.losses import Coefficient, Pull, Rows, Term
 
 
@@ -100,27 +99,12 @@ class Correct(Term):
         return (rows.label_shift == 0) & (rows.loss == rows.loss)
 
 
-@dataclass(frozen=True)
-class SumSquares(Term):
-    """``sum p**2``, without a gradient: it is not of the form that :mod:`.losses` has."""
-
-    needs = ("squares",)
-    gives = ()
-    of_label = False
-
-    def value(self, rows: Rows) -> Tensor:
-        assert rows.extra.squares is not None
-        own = torch.where(rows.left_out != NOT_HERE, rows.left_out.exp(), 0.0)
-        return (rows.extra.squares + own.square()) * rows.terms.inv_sum.square()
-
-
 OUTPUTS: dict[str, Term] = {
     "log_prob": LogProb(),
     "lse": Lse(),
     "entropy": Entropy(),
     "predicted": Predicted(),
     "correct": Correct(),
-    "sum_p_squared": SumSquares(),
 }
 
 

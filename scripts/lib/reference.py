@@ -291,7 +291,6 @@ def plain_outputs(
         "log_prob": log_prob,
         "lse": term(z).logsumexp(-1),
         "entropy": -(log_p.exp() * in_fp32.masked_fill(log_p == -torch.inf, 0.0)).sum(-1),
-        "sum_p_squared": log_p.detach().exp().square().sum(-1),
     }
     by_name = {name: upstream.t().to(log_p.dtype) for name, upstream in upstreams.items()}
     torch.autograd.backward([made[name] for name in by_name], list(by_name.values()))

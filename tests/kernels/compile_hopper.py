@@ -35,9 +35,8 @@ VARIANTS = (
     "write with_argmax weighted masked",
     "gradients write entropy masked rounded",
     "write temperature",
-    "write squares",
-    "write logits weighted masked rounded temperature squares",
-    "write weighted masked softcap temperature squares",
+    "write logits weighted masked rounded temperature",
+    "write weighted masked softcap temperature",
     "write softcap temperature",
     "write weighted masked softcap rounded temperature",
     "gradients write temperature",
@@ -47,10 +46,14 @@ VARIANTS = (
 )
 FLAGS = (
     *("WRITE", "LOGITS", "WITH_ARGMAX", "WEIGHTED"),
-    *("ENTROPY", "MASKED", "SOFTCAP", "ROUNDED", "TEMPERATURE", "SQUARES"),
+    *("ENTROPY", "MASKED", "SOFTCAP", "ROUNDED", "TEMPERATURE"),
 )
-#: With all of these: up to three registers of row vectors, outside of the products' loop.
-SPILLED = {("with_argmax", "weighted", "rounded"): 4, ("logits", "weighted", "rounded"): 12}
+#: With all of these: up to five registers of row vectors, outside of the products' loop.
+SPILLED = {
+    ("with_argmax", "weighted", "rounded"): 4,
+    ("logits", "weighted", "rounded"): 12,
+    ("logits", "weighted", "rounded", "temperature"): 20,
+}
 
 
 def descriptor(rows: int, columns: int) -> str:

@@ -98,7 +98,7 @@ ROWS = {
     "statistics": Kernel(
         row_kernels._row_statistics,
         {"BLOCK": row_kernels.STATISTICS_BLOCK},
-        ("WITH_ARGMAX", "WITH_SUM", "WEIGHTED", "MASKED", "SOFTCAP", "TEMPERATURE", "SQUARES", "REST"),
+        ("WITH_ARGMAX", "WITH_SUM", "WEIGHTED", "MASKED", "SOFTCAP", "TEMPERATURE", "REST"),
     ),
     "gradients": Kernel(
         row_kernels._row_gradients,
@@ -153,7 +153,7 @@ KERNELS = (
     | {
         "scaled_exp": _gemm(
             scaled_exp._scaled_exp,
-            *("WRITE", "WITH_ARGMAX", "WEIGHTED", "MASKED", "SOFTCAP", "ROUNDED", "TEMPERATURE", "SQUARES"),
+            *("WRITE", "WITH_ARGMAX", "WEIGHTED", "MASKED", "SOFTCAP", "ROUNDED", "TEMPERATURE"),
         ),
         "grad_logits": _gemm(
             scaled_exp._grad_logits, "ENTROPY", "MASKED", "SOFTCAP", "ROUNDED", "TEMPERATURE"
@@ -166,7 +166,7 @@ KERNELS = (
         "combine_tiles": Kernel(
             scaled_exp_rows._combine_tiles,
             {"BLOCK_ROWS": scaled_exp_rows.BLOCK_ROWS, "BLOCK_TILES": 64, "TILE": sizes.TILE_COLUMNS},
-            ("WITH_ARGMAX", "WEIGHTED", "SOFTCAP", "ALONE", "FINALIZE", "TEMPERATURE", "SQUARES"),
+            ("WITH_ARGMAX", "WEIGHTED", "SOFTCAP", "ALONE", "FINALIZE", "TEMPERATURE"),
         ),
         "finalize_rows": Kernel(
             scaled_exp_rows._finalize_rows,

@@ -68,7 +68,7 @@ def common(of, form):
 
 def test_statistics(launched):
     of, shift = operands(), per_row()
-    form = RowOptions(valid_columns=torch.tensor([V]), with_weighted=True, with_squares=True)
+    form = RowOptions(valid_columns=torch.tensor([V]), with_weighted=True)
     tiles = hopper.scaled_exp_gemm(row_shift2=shift, logit_scale=0.5, with_argmax=True, form=form, **of)
     written = {f"{name}_ptr": tensor for name, tensor in tiles._asdict().items() if name != "tile_columns"}
     assert len(written) == len(TileStatistics._fields) - 1 and None not in written.values()

@@ -310,7 +310,7 @@ def test_check_compares_with_a_reference():
 
 def test_what_is_no_term():
     with pytest.raises(TypeError, match="has no gradient and cannot be part of a sum"):
-        losses.CrossEntropy() + losses.SumSquares()
+        losses.CrossEntropy() + losses.Predicted()
     with pytest.raises(TypeError, match="expected a number"):
         torch.ones(3) * losses.CrossEntropy()
     with pytest.raises(TypeError):

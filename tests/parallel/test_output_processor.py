@@ -55,7 +55,7 @@ class Step:
             if by_processor:
                 context = {"temperature": temperature, "entropy": entropy, "config": config}
                 context["active_mask"] = active
-                self.log_prob, self.entropy, _ = training.ddp(
+                self.log_prob, self.entropy = training.ddp(
                     ids, *where, labels=labels,
                     output_processor=output_processor, output_processor_context=context,
                 )  # fmt: skip

@@ -55,7 +55,6 @@ def test_against_fp64(rank: Rank, call, strategy, sp):
         inputs.labels,
         temperature=temperature,
         entropy=entropy,
-        sum_p_squared=True,
         zero_unknown=True,
         reduce_grad_hidden=reduces,
         config=FusedCEConfig(strategy=strategy, chunk_tokens=chunk_tokens, logits_backend=backend),
@@ -72,7 +71,6 @@ def test_against_fp64(rank: Rank, call, strategy, sp):
     assert unknown.any() and not made.log_prob[unknown].any()
     pairs = {
         "log_prob": (made.log_prob.masked_fill(unknown, 0.0), exact.log_prob.masked_fill(unknown, 0.0)),
-        "sum_p_squared": (made.sum_p_squared, exact.sum_p_squared),
         "entropy": (made.entropy, exact.entropy),
         "grad_hidden": (whole_hidden(rank, hidden.grad, sp), true_grads[0]),
         "grad_weight": (whole_rows(rank, weight.grad), true_grads[1]),
@@ -133,7 +131,6 @@ def test_kept_ids_against_fp64(rank: Rank, temperatures, sp, reduces):
         offsets.to(rank.device),
         temperature=temperature if temperatures == "per token" else 0.7,
         entropy="differentiable",
-        sum_p_squared=True,
         keep_label=keeps,
         active_mask=active if keeps else None,
         reduce_grad_hidden=reduces,
@@ -156,7 +153,6 @@ def test_kept_ids_against_fp64(rank: Rank, temperatures, sp, reduces):
     counts = ~outside & active
     assert relative_error(made.log_prob.detach()[counts], exact.log_prob[counts]) < 4e-6
     assert relative_error(made.entropy.detach()[active], exact.entropy[active]) < 4e-6
-    assert relative_error(made.sum_p_squared[active], exact.sum_p_squared[active]) < 4e-6
     assert relative_error(whole_hidden(rank, hidden.grad, sp), true_grads[0]) < 4e-6
     assert relative_error(whole_rows(rank, weight.grad), true_grads[1]) < 4e-6
 

@@ -53,7 +53,6 @@ def test_against_fp64(rank: Rank, call, strategy):
         labels,
         temperature=temperature,
         entropy="differentiable",
-        sum_p_squared=True,
         reduce_grad_hidden=reduces,
         config=config,
         **settings,

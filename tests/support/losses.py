@@ -108,7 +108,6 @@ LOSSES: dict[str, dict[str, Term]] = {
         "b": losses.LogProb(),
         "c": losses.Lse(),
         "d": ENTROPY,
-        "e": losses.SumSquares(),
     },
     "odd shapes": {"loss": OddShapes()},
     "no label": {"lse": losses.Lse() + losses.ZLoss(1e-2)},
@@ -119,7 +118,6 @@ LOSSES: dict[str, dict[str, Term]] = {
         "each": losses.LogProbs(),
         "p": losses.LogProb(),
         "entropy": ENTROPY,
-        "e": losses.SumSquares(),
     },
 }
 
@@ -144,7 +142,6 @@ def true_value(term: Term, z: Tensor, labels: Tensor) -> Tensor:
         losses.ZLoss: lambda of: of.weight * lse**2,
         losses.Uniform: lambda _: lse - z.mean(-1),
         losses.Entropy: lambda _: -(log_p.exp() * log_p.clamp(min=-1e30)).sum(-1),
-        losses.SumSquares: lambda _: log_p.exp().square().sum(-1),
         losses.Predicted: lambda _: z.argmax(-1),
         OddShapes: lambda _: lse - z.mean(-1),
         Focal: lambda of: (-torch.expm1(-loss)).where(known, 1.0) ** of.gamma * loss,
@@ -185,7 +182,7 @@ class Loss:
             targets = make_teacher(inputs, self.entries)
             return {"loss": fused_linear_topk_distillation(hidden, weight, *targets, **call)}
         if self.temperatures:
-            call |= {"temperature": inputs.temperature, "entropy": "differentiable", "sum_p_squared": True}
+            call |= {"temperature": inputs.temperature, "entropy": "differentiable"}
             return token_log_probs(hidden, weight, inputs.labels, **call)._asdict()
         call["differentiable"] = self.differentiable
         made = fused_linear_token_outputs(hidden, weight, inputs.labels, self.beside, **call)
@@ -214,7 +211,7 @@ class Loss:
             return {"loss": loss}, grads
         if self.temperatures:
             made, *grads = plain_outputs(inputs, upstreams, dtype)
-            return {name: getattr(made, name) for name in ("log_prob", "entropy", "sum_p_squared")}, grads
+            return {name: getattr(made, name) for name in ("log_prob", "entropy")}, grads
         loss, *grads = plain_head(inputs, dtype)
         if not self.beside:
             return {"loss": loss}, grads
@@ -233,12 +230,12 @@ TABLE: dict[str, Loss] = {
     "entropy, softcap, fixed": Loss(LOSS_OPTIONS["softcap"], ("lse", "entropy"), differentiable=False),
     "temperatures": Loss({"logit_softcap": 5.0, "true_vocab_size": 53}, temperatures=True),
     "log_prob, softcap": Loss(LOSS_OPTIONS["softcap"], ("log_prob",)),
-    "lse, sum of p**2, padding": Loss(LOSS_OPTIONS["masked padding"], ("lse", "sum_p_squared")),
+    "lse, padding": Loss(LOSS_OPTIONS["masked padding"], ("lse",)),
     "entropy, padding": Loss(LOSS_OPTIONS["masked padding"], ("entropy",)),
     "outputs, smoothing, z-loss": Loss(
-        {"label_smoothing": 0.1, "z_loss": 1e-2}, ("log_prob", "lse", "entropy", "sum_p_squared")
+        {"label_smoothing": 0.1, "z_loss": 1e-2}, ("log_prob", "lse", "entropy")
     ),
-    "outputs, softcap": Loss(LOSS_OPTIONS["softcap"], ("lse", "entropy", "sum_p_squared", "predicted")),
+    "outputs, softcap": Loss(LOSS_OPTIONS["softcap"], ("lse", "entropy", "predicted")),
     "one entry": Loss(entries=1),
     "5 entries": Loss(entries=5),
     "64 entries, z-loss": Loss(LOSS_OPTIONS["z-loss"], entries=64),

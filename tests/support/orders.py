@@ -199,7 +199,7 @@ def filled(asked: str, strategy: str, value: float, **where) -> list[torch.Tenso
             made = linear_cross_entropy(Call(*given, head.labels, **head.options, with_argmax=True))
             results = [made.loss, made.local_max, made.local_argmax]
         elif asked == "outputs":
-            names = ("log_prob", "lse", "entropy", "predicted", "correct", "sum_p_squared")
+            names = ("log_prob", "lse", "entropy", "predicted", "correct")
             made = fused_linear_token_outputs(
                 *given, head.labels, names, **head.options, differentiable=strategy != "grad_in_forward"
             )
