@@ -1,12 +1,10 @@
-"""The backward: losses' upstream gradients -> ``grad_hidden`` and ``grad_weight``. Three loops, one each for
+"""The backward: losses' upstream gradients -> ``grad_hidden`` and ``grad_weight``. Two loops, one each for
 
 by chunks
     ``recompute``, ``mixed``, and ``store`` where each chunk adds to ``grad_weight``. Also ``grad_in_forward``
     where its own gradients do not serve.
 at once
     ``store`` with saved ``E``: ``grad_weight`` is one GEMM over all tokens, after the last chunk.
-by columns
-    ``recompute`` over one rank: blocks of the vocabulary in place of chunks of tokens.
 
 A chunk of the first loop, step by step (the second has step 5 once, at the end)::
 
@@ -36,7 +34,6 @@ from megatron_fused_ce.overlap import ChunkGradients, HiddenStates, Workspace, d
 from megatron_fused_ce.phases import phase
 from megatron_fused_ce.promise import Verdict
 from megatron_fused_ce.scaling import scale_, scale_for_fp16
-from megatron_fused_ce.wgrad import accumulate_
 
 #: ``grad_hidden`` of this rank's tokens, and what autograd gets for the weight.
 Gradients = tuple[Tensor | None, Tensor | None]
@@ -94,8 +91,6 @@ def backward(
             if bound is not None:
                 factor[:, chunk.start : chunk.stop] = bound.view(len(factor), -1)
     upstream, inv_scale = scaled_upstream(upstream, spec.logit_scale, saved.inv_temperature, weight, factor)
-    if spec.plan.block_columns and saved.chunks:
-        return _by_columns(context, hidden, weight, saved, upstream, needs_grad)
     at_once = saved.matrix is not None and needs_grad.weight
     loop = _at_once if at_once else _by_chunks
     return loop(context, hidden, weight, saved, upstream, inv_scale, needs_grad)
@@ -192,53 +187,6 @@ def _at_once(
     rows = gradients.hidden()
     with phase("grad-weight"):
         return rows, accumulator.close(inv_scale)
-
-
-def _by_columns(
-    context: Context,
-    hidden: Tensor,  # [T, H]
-    weight: Tensor,  # [V, H]
-    saved: Saved,
-    upstream: Upstream,  # [1, T] fp32
-    needs_grad: NeedsGrad,
-) -> Gradients:
-    """:func:`backward` of ``recompute`` over one rank: blocks of columns in place of chunks of tokens.
-
-    A block is some rows of the weight, whose ``grad_weight`` is one GEMM over all tokens; summed over the
-    blocks is ``grad_hidden``, in fp32. No collectives.
-    """
-    spec = context.spec
-    num_tokens, num_columns = hidden.shape[0], weight.shape[0]
-    everything = Chunk(0, 0, num_tokens)
-    context = context._replace(chunks=(everything,))
-    labels = torch.cat([chunk.labels for chunk in saved.chunks if chunk.labels is not None])
-    saved_terms = [chunk.terms for chunk in saved.chunks if chunk.terms is not None]
-    terms = TokenTerms.of(torch.cat(saved_terms, -1), spec.form.kept)
-    upstream = upstream.map(partial(context.split, chunk=everything))
-    accumulator = total = None
-    if needs_grad.weight:
-        accumulator = context.open_grad_weight(weight, 1, False)
-    if needs_grad.hidden:
-        total = hidden.new_empty(hidden.shape, dtype=torch.float32)
-    buffer = hidden.new_empty(num_tokens * min(spec.plan.block_columns, num_columns))
-    for start in range(0, num_columns, spec.plan.block_columns):
-        rows = slice(start, min(start + spec.plan.block_columns, num_columns))
-        block = weight[rows]
-        out = buffer[: num_tokens * block.shape[0]].view(num_tokens, -1)
-        targets = context.targets(everything, labels - start, None, saved.inv_temperature)
-        targets = targets._replace(form=spec.form.from_column(start))
-        with phase("grad-logits"):
-            grad = spec.logits.grad_recomputed(hidden, block, targets, terms, upstream, out, out).matrix
-        if total is not None:
-            with phase("grad-hidden"):
-                accumulate_(total, grad.t(), block, overwrite=start == 0)
-        if accumulator is not None:
-            with phase("grad-weight"):
-                accumulator.add_rows(rows, grad, hidden)
-    return (
-        None if total is None else total.to(hidden.dtype),
-        None if accumulator is None else accumulator.close(None),
-    )
 
 
 def _from_saved(

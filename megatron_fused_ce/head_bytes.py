@@ -8,7 +8,6 @@ state). Beside inputs, ``grad_hidden`` and the wgrad accumulator::
     grad_in_forward  e*C*V + 4*V*H kept  (R > 1: 2*e*C*V)
     mixed            e*(stored tokens)*V kept, e*C*V
     recompute        e*C*V
-      by columns     e*T*B + 4*T*H, over one rank, blocks of B columns in the backward
 
 and for each the smaller parts that :class:`Memory` names.
 """
@@ -16,7 +15,7 @@ and for each the smaller parts that :class:`Memory` names.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megatron_fused_ce.chunking import Cut
@@ -179,8 +178,6 @@ class Memory(NamedTuple):
     kept_logits: int = 0
     #: fp32 sum of ``grad_weight`` beside the wgrad accumulator
     grad_weight_sum: int = 0
-    #: fp32 sum of ``grad_hidden``, where the backward goes by blocks of columns
-    grad_hidden_sum: int = 0
     #: the current chunk of a teacher: its logits, and its hidden states with sequence parallelism
     teacher: int = 0
     #: all of this rank's hidden states of a teacher, copied where the backward reads them
@@ -217,12 +214,7 @@ class Memory(NamedTuple):
 
 
 def peak_memory(
-    inputs: PlanInputs,
-    strategy: str,
-    cut: Cut,
-    stored_chunks: int,
-    wgrad_at_once: bool = False,
-    block_columns: int = 0,
+    inputs: PlanInputs, strategy: str, cut: Cut, stored_chunks: int, wgrad_at_once: bool = False
 ) -> Memory:
     """Predicted peak of a strategy in these chunks, of which the first ``stored_chunks`` are stored.
 
@@ -232,8 +224,6 @@ def peak_memory(
     forward = forward_memory(inputs, strategy, cut, stored_chunks)
     if strategy == "grad_in_forward":
         backward = remade_memory(inputs, cut)
-    elif block_columns:
-        backward = columns_memory(inputs, block_columns)
     else:
         backward = backward_memory(inputs, cut, stored_chunks, wgrad_at_once)
         if inputs.config.skip_zero_upstream:
@@ -336,21 +326,6 @@ def remade_memory(inputs: PlanInputs, cut: Cut) -> Memory:
         return memory
     waiting = (inputs.uses_in_flight - 1) * _sum_bytes(inputs)
     return memory._replace(grad_weight_sum=memory.grad_weight_sum + waiting)
-
-
-def columns_memory(inputs: PlanInputs, block_columns: int) -> Memory:
-    """The peak of a backward by blocks of columns: of ``recompute`` over one rank."""
-    of_block = replace(inputs, num_rows=block_columns)
-    block = _ChunkBytes.of(of_block, inputs.num_tokens)
-    sums = _sum_bytes(of_block) if sums_grad_weight(inputs, 1) else 0  # cannot be added in place
-    return Memory(
-        chunk_logits=block.logits + block.gradients,
-        grad_weight_sum=sums,
-        grad_hidden_sum=4 * inputs.num_tokens * inputs.hidden_size,
-        picked_hidden=_own_hidden_bytes(inputs) if inputs.config.skip_zero_upstream else 0,
-        tile_statistics=block.marks,
-        **_always(inputs, inputs.num_tokens, block, 0, 1),
-    )
 
 
 class _ChunkBytes(NamedTuple):

@@ -7,7 +7,7 @@ Needs neither torch nor a device, so the op, the Megatron adapter and the comman
     recompute               4
     mixed                   3, and the chunks that are not stored take a 4th
 
-Every chunk also reads and writes the fp32 ``grad_weight``, every block of columns the fp32 ``grad_hidden``.
+Every chunk also reads and writes the fp32 ``grad_weight``.
 """
 
 from __future__ import annotations
@@ -45,9 +45,6 @@ UNMEASURED_CHUNK = 4096
 SHORTEST_FAST_CHUNK = 1024
 #: Shortest chunk of ``recompute``, if nothing longer fits; the GEMMs of shorter ones are inefficient.
 SHORTEST_CHUNK = 256
-#: cuBLAS's tiles of ``grad_weight`` on Hopper, and how many run at once (SMs of H100 and H200). Blocks of
-#: columns fill whole rounds of them: at H = 4096 8192 columns took 0.7 % longer than 8448.
-GEMM_TILE, TILES_AT_ONCE = (128, 256), 132
 #: Chunks that the planner chooses are whole tiles of the GEMMs.
 TILE_TOKENS = 128
 #: One more chunk takes as long as the three GEMMs of this many tokens, whatever V and H are, since it reads
@@ -119,9 +116,6 @@ class Plan:
     #: Whether grad_weight is one GEMM over all tokens: its fp32 sum is written once, and the scaled hidden
     #: states of all tokens are held beside E.
     wgrad_at_once: bool
-    #: ``recompute`` over one rank: columns of a block, where its backward takes all tokens and one block of
-    #: the vocabulary at a time; 0: chunk by chunk.
-    block_columns: int
     memory: Memory
     #: Whether uses whose ``grad_weight`` waits keep the logits of stored chunks; else these are made again.
     keeps_logits: bool = field(default=True, kw_only=True)
@@ -158,15 +152,8 @@ class Plan:
         return self.memory.total
 
     @property
-    def name(self) -> str:
-        """The strategy, and whether its backward goes by columns."""
-        return f"{self.strategy} by columns" if self.block_columns else self.strategy
-
-    @property
     def chunks_in_words(self) -> str:
         words = f"{self.count} chunk{'' if self.count == 1 else 's'} of {self.capacity} tokens"
-        if self.block_columns:
-            return f"{words}, the backward in blocks of {self.block_columns} columns"
         return words + (f", the first {self.stored_chunks} stored" if self.strategy == "mixed" else "")
 
 
@@ -233,9 +220,9 @@ def _fastest(inputs: PlanInputs, budget: int) -> Plan | None:
         if strategy != "store" or kept_bytes(inputs, inputs.num_tokens) <= budget
     ]
     fitting: list[Plan] = []
-    for options in (*pure, _column_options(inputs)):
-        # Longest chunks and widest blocks come first, and are no slower; but grad_weight at once may fit with
-        # shorter ones alone, and is no slower either.
+    for options in pure:
+        # Longest chunks come first, and are no slower; but grad_weight at once may fit with shorter ones
+        # alone, and is no slower either.
         within = (option for option in options if option.predicted_peak_bytes <= budget)
         fitting += islice(within, 1)
         if fitting and _may_be_at_once(inputs, fitting[-1].strategy) and not fitting[-1].wgrad_at_once:
@@ -254,10 +241,7 @@ def _fastest(inputs: PlanInputs, budget: int) -> Plan | None:
 
 
 def alternatives(inputs: PlanInputs) -> tuple[Plan, ...]:
-    """The best plan of each strategy, whatever the user named: within the budget, else its smallest.
-
-    Of ``recompute`` the best by chunks and the best by columns.
-    """
+    """The best plan of each strategy, whatever the user named: within the budget, else its smallest."""
     config = replace(inputs.config, strategy="auto")
     inputs = replace(inputs, config=config, token_weights_known=True)
     budget = budget_bytes(inputs)
@@ -265,8 +249,8 @@ def alternatives(inputs: PlanInputs) -> tuple[Plan, ...]:
     if shows_the_wait(inputs):
         options += _pure_options(inputs, "grad_in_forward")
     best = []
-    for name in ("store", "grad_in_forward", "mixed", "recompute", "recompute by columns"):
-        of_it = [option for option in options if option.name == name]
+    for name in ("store", "grad_in_forward", "mixed", "recompute"):
+        of_it = [option for option in options if option.strategy == name]
         fitting = [option for option in of_it if option.predicted_peak_bytes <= budget]
         if fitting:
             best.append(min(fitting, key=_rank))
@@ -276,18 +260,12 @@ def alternatives(inputs: PlanInputs) -> tuple[Plan, ...]:
 
 
 def relative_time(
-    inputs: PlanInputs,
-    strategy: str,
-    cut: Cut,
-    stored_chunks: int,
-    wgrad_at_once: bool = False,
-    block_columns: int = 0,
+    inputs: PlanInputs, strategy: str, cut: Cut, stored_chunks: int, wgrad_at_once: bool = False
 ) -> float:
     """Predicted time over that of the step's bare GEMMs into the same wgrad accumulator.
 
-    Counts GEMMs, the chunks' passes over ``grad_weight`` beyond the first (the blocks' over
-    ``grad_hidden``), the last pass over an fp32 sum, and the row kernels. Overlap and collectives are not
-    modelled.
+    Counts GEMMs, the chunks' passes over ``grad_weight`` beyond the first, the last pass over an fp32 sum,
+    and the row kernels. Overlap and collectives are not modelled.
     """
     tokens, stored_tokens = inputs.num_tokens, stored_tokens_of(inputs, cut, stored_chunks)
     if tokens == 0:
@@ -306,12 +284,8 @@ def relative_time(
     elif inputs.saves_logits:
         passes = 1.0 if strategy == "grad_in_forward" else stored_tokens / tokens
         time += ROWS_HIDDEN_SIZE / inputs.hidden_size * passes * 2 / 3  # read once and written
-    if block_columns:
-        columns = inputs.num_rows
-        time += ACCUMULATION_TOKENS[inputs.logits_backend] * (-(-columns // block_columns) - 1) / columns
-        time += SWEEP_TOKENS_PER_BYTE * (4 + inputs.itemsize) / columns
     if not frozen:
-        num_gemms = min(cut.count, 1) if wgrad_at_once or block_columns else cut.count
+        num_gemms = min(cut.count, 1) if wgrad_at_once else cut.count
         time += ACCUMULATION_TOKENS[inputs.logits_backend] * max(0, num_gemms - 1) / tokens
         if strategy == "grad_in_forward" or sums_grad_weight(inputs, num_gemms):
             # Reads the sum; reads and writes a buffer, or writes what autograd gets.
@@ -373,21 +347,15 @@ def _may_be_at_once(inputs: PlanInputs, strategy: str) -> bool:
 
 
 def _option(
-    inputs: PlanInputs,
-    strategy: str,
-    cut: Cut,
-    stored_chunks: int,
-    wgrad_at_once: bool = False,
-    block_columns: int = 0,
+    inputs: PlanInputs, strategy: str, cut: Cut, stored_chunks: int, wgrad_at_once: bool = False
 ) -> Plan:
-    choice = inputs, strategy, cut, stored_chunks, wgrad_at_once, block_columns
+    choice = inputs, strategy, cut, stored_chunks, wgrad_at_once
     return Plan(
         strategy=strategy,
         cut=cut,
         stored_chunks=stored_chunks,
         capacity=inputs.num_parts * cut.longest,
         wgrad_at_once=wgrad_at_once,
-        block_columns=block_columns,
         memory=peak_memory(*choice),
         relative_time=relative_time(*choice),
     )
@@ -411,31 +379,6 @@ def _pure_options(inputs: PlanInputs, strategy: str, shortest: int | None = None
         yield _option(inputs, strategy, cut, stored_chunks)
 
 
-def _column_options(inputs: PlanInputs) -> Iterator[Plan]:
-    """``recompute`` with a backward by blocks of columns, widest first.
-
-    None over several ranks, where the reduction of ``grad_hidden`` would have no GEMM to run under, and none
-    with the row kernels, whose GEMM may give other bits in the backward than the forward's statistics are of.
-    """
-    tokens, columns = inputs.num_tokens, inputs.num_rows
-    if inputs.logits_backend != "scaled_exp" or inputs.tp_size > 1:
-        return
-    if (
-        inputs.teacher_hidden_size
-        or _chunks_asked(inputs)
-        or not tokens
-        or inputs.wgrad_accumulator == "none"
-    ):
-        return
-    cut = Cut.of_length(tokens, longest_chunk(inputs, "recompute"))
-    height, width = GEMM_TILE
-    across = -(-inputs.hidden_size // width)
-    for rounds in range(max(1, across // 2), 0, -1):
-        size = TILES_AT_ONCE * rounds // across * height
-        if 0 < size < columns:
-            yield _option(inputs, "recompute", cut, 0, block_columns=size)
-
-
 def _mixed_option(inputs: PlanInputs, cut: Cut, budget: int) -> Plan | None:
     """The mixed plan that stores as many chunks as fit; None if not even one fits."""
 
@@ -449,7 +392,6 @@ def _mixed_option(inputs: PlanInputs, cut: Cut, budget: int) -> Plan | None:
 def _options(inputs: PlanInputs, budget: int) -> list[Plan]:
     """All plans that ``auto`` may take; mixed ones only if they fit, with as many stored chunks as fit."""
     pure = [o for name in _pure_strategies(inputs) for o in _pure_options(inputs, name)]
-    pure += _column_options(inputs)
     cuts = _cuts(inputs, "mixed", SHORTEST_FAST_CHUNK)
     mixed = [_mixed_option(inputs, cut, budget) for cut in cuts]
     return pure + [option for option in mixed if option is not None]
@@ -468,11 +410,9 @@ def budget_bytes(inputs: PlanInputs) -> int:
 
 def _by_name(inputs: PlanInputs) -> Plan:
     options = _pure_options(inputs, inputs.config.strategy, SHORTEST_CHUNK)
-    by_columns = _column_options(inputs) if inputs.config.strategy == "recompute" else iter(())
     if inputs.config.memory_mb is None:
-        first = [option for option in (next(options), next(by_columns, None)) if option is not None]
-        return _chosen(inputs, min(first, key=_rank), budget_bytes(inputs))
-    every = [*options, *by_columns]
+        return _chosen(inputs, next(options), budget_bytes(inputs))
+    every = list(options)
     fitting = [o for o in every if o.predicted_peak_bytes <= inputs.config.memory_mb * MIB]
     if fitting:
         return _chosen(inputs, min(fitting, key=_rank), budget_bytes(inputs))

@@ -25,12 +25,6 @@ class GradWeight(Protocol):
     def add(self, grad_logits: Tensor, hidden: Tensor) -> None:
         """Add ``grad_logits.T @ hidden`` of one chunk: ``[C, V]`` and ``[C, H]``, one dtype."""
 
-    def add_rows(self, rows: slice, grad_logits: Tensor, hidden: Tensor) -> None:
-        """Write these rows' complete gradient, ``grad_logits.T @ hidden``: ``[T, V']`` and ``[T, H]``.
-
-        In place of :meth:`add`; nothing is scaled.
-        """
-
     def add_total(self, total: Tensor, scale: Tensor, verdict: Verdict) -> bool:
         """Add ``scale * total``, fp32 ``[]`` times fp32 ``[V, H]``, if the promise was kept; whether it was.
 
@@ -153,7 +147,6 @@ class ReturnedGradWeight:
     """
 
     def __init__(self, weight: Tensor, num_gemms: int, scaled: bool) -> None:
-        self._weight = weight
         self._dtype = weight.dtype
         self._direct = num_gemms == 1 and not scaled
         self._grad: Tensor | None = None
@@ -165,11 +158,6 @@ class ReturnedGradWeight:
             self._grad = torch.mm(grad_logits.t(), hidden)
         else:
             self._held.add(grad_logits, hidden)
-
-    def add_rows(self, rows: slice, grad_logits: Tensor, hidden: Tensor) -> None:
-        if self._grad is None:
-            self._grad = torch.empty_like(self._weight, memory_format=torch.contiguous_format)
-        torch.mm(grad_logits.t(), hidden, out=self._grad[rows])
 
     def add_total(self, total: Tensor, scale: Tensor, verdict: Verdict) -> bool:
         if total.is_cuda and self._dtype != torch.float32:
@@ -223,16 +211,6 @@ class InPlaceGradWeight:
             accumulate_(self._buffer, grad_logits, hidden)
         else:
             self._held.add(grad_logits, hidden)
-
-    def add_rows(self, rows: slice, grad_logits: Tensor, hidden: Tensor) -> None:
-        self._touched = True
-        buffer = self._buffer[rows]
-        if self._in_place:
-            accumulate_(buffer, grad_logits, hidden)
-        else:
-            of_rows = HeldGradWeight(buffer)
-            of_rows.add(grad_logits, hidden)
-            buffer.add_(of_rows.total(None))
 
     def add_total(self, total: Tensor, scale: Tensor, verdict: Verdict) -> bool:
         buffer = self._buffer

@@ -127,12 +127,6 @@ class LossForm(RowOptions):
             **terms,  # type: ignore[arg-type]
         )
 
-    def from_column(self, start: int) -> LossForm:
-        """The form for the columns of this shard from ``start`` on."""
-        if self.valid_columns is None:
-            return self
-        return replace(self, valid_columns=(self.valid_columns - start).clamp_(min=0))
-
     def finish(self, rows: Rows) -> dict[str, Tensor]:
         """The loss in this form and the requested outputs, ``[C]`` or ``[K, C]``, of a forward's rows."""
         made = {"loss": self.loss.value(rows)}

@@ -78,7 +78,7 @@ def main(words: list[str]) -> int:
     for option in alternatives(inputs):
         mark = "*" if chosen == option else " "
         print(
-            f"{mark} {option.name:20} {option.count:6} {option.capacity:7} "
+            f"{mark} {option.strategy:20} {option.count:6} {option.capacity:7} "
             f"{option.stored_chunks:6} {option.predicted_peak_bytes / MIB:9.1f} "
             f"{option.relative_time:6.3f}{_remark(inputs, option)}"
         )

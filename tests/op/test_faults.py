@@ -10,7 +10,7 @@ import torch
 from megatron_fused_ce.wgrad import OpenedAccumulators
 from tests.support import orders
 from tests.support.faulty import Filled, OutOfMemoryAt, Step, out_of_memory_at
-from tests.support.head import column_plans, mixed_plans
+from tests.support.head import mixed_plans
 from tests.support.op import STRATEGIES
 from tests.support.orders import tensors_alive
 
@@ -19,12 +19,6 @@ from tests.support.orders import tensors_alive
 def mixed():
     """``auto`` stores the first of two chunks."""
     with mixed_plans(1):
-        yield
-
-
-@pytest.fixture
-def columns():
-    with column_plans(16):
         yield
 
 
@@ -37,8 +31,6 @@ CASES = {
     "store, bf16 main_grad": (torch.bfloat16, "store", "low"),
     "store, fp16": (torch.float16, "store", "fp32"),
     "recompute, returned": (torch.float32, "recompute", "returned"),
-    "recompute by columns, fp32 main_grad": (torch.bfloat16, "recompute", "fp32"),
-    "recompute by columns, bf16 main_grad": (torch.bfloat16, "recompute", "low"),
     "store, options": (torch.float32, "store", "fp32", {"label_smoothing": 0.1, "z_loss": 1e-3}),
 }
 
@@ -55,8 +47,6 @@ def test_out_of_memory_anywhere(case, request):
     dtype, strategy, *others = CASES[case]
     if strategy == "auto":
         request.getfixturevalue("mixed")
-    if "by columns" in case:
-        request.getfixturevalue("columns")
     step = Step(dtype, strategy, *others)
     step.run()
     earlier = step.gradients()

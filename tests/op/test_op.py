@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fused_ce import FusedCEConfig, forward, fused_linear_cross_entropy
-from megatron_fused_ce.call import Call
-from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.scripts.lib.reference import (
     HeadInputs,
     HeadResult,
     assert_close,
-    assert_within,
     make_inputs,
-    plain_head,
     relative_error,
     truth,
 )
-from tests.support.head import column_plans, mixed_plans
+from tests.support.head import mixed_plans
 from tests.support.losses import problem
 from tests.support.op import DTYPES, STRATEGIES, RoundedFactors, gemm_flops, leaves, run, weights_for
-from tests.support.problems import open_main_grad
 
 
 def plain(device, dtype=torch.float32, **changes):
@@ -100,35 +94,6 @@ def test_evaluation_is_the_forward_alone(strategy, device, monkeypatch):
     assert loss.grad_fn is None
     assert relative_error(loss, truth(inputs).loss) < 2e-6
     assert flops.get_total_flops() == 2 * inputs.labels.numel() * weight.numel()
-
-
-@pytest.mark.parametrize("needs", [(True, False), (False, True), (True, True)], ids=str)
-@pytest.mark.parametrize("accumulator", ["returned", "main_grad", "low main_grad"])
-def test_a_backward_by_columns(accumulator, needs, device):
-    """Its own accumulators, an earlier micro-batch's gradient in them, twice, and with a frozen operand."""
-    inputs = problem("odd-labels", torch.bfloat16, device)
-    hidden, weight = leaves(inputs, needs)
-    earlier, main_grad = truth(inputs).grad_weight.roll(1, 0), None
-    options = {}
-    if accumulator != "returned":
-        main_grad = earlier.to(torch.bfloat16 if "low" in accumulator else torch.float32)
-        earlier = main_grad.double()
-        options = {"open_grad_weight": partial(open_main_grad, main_grad)}
-    config = FusedCEConfig(strategy="recompute", num_chunks=4)
-    with column_plans(64):
-        loss = linear_cross_entropy(Call(hidden, weight, inputs.labels, config=config, **options)).loss
-    wanted = [x for x in (hidden, weight) if x.requires_grad]
-    made = torch.autograd.grad(loss, wanted, inputs.grad_loss, retain_graph=True, allow_unused=True)
-    exact, eager = truth(inputs), plain_head(inputs, torch.bfloat16)
-    grad_hidden = made[0] if needs[0] else exact.grad_hidden
-    grad_weight = made[-1] if needs[1] else exact.grad_weight
-    if main_grad is not None and needs[1]:
-        assert made[-1] is None
-        grad_weight = main_grad.double()
-        exact, eager = (r._replace(grad_weight=r.grad_weight + earlier) for r in (exact, eager))
-    assert_within(HeadResult(loss.detach(), grad_hidden, grad_weight), exact, eager, torch.bfloat16)
-    again = torch.autograd.grad(loss, wanted, inputs.grad_loss, allow_unused=True)
-    assert all(one is None or torch.equal(one, other) for one, other in zip(made, again, strict=True))
 
 
 @pytest.mark.parametrize("stored", [0, 1, 3, 4])

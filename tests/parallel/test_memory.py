@@ -20,14 +20,9 @@ from megatron_fused_ce import (
     fused_linear_distillation,
     head_bytes,
     masked_tokens,
-    wgrad,
 )
-from megatron_fused_ce.call import Call
 from megatron_fused_ce.chunking import Cut
 from megatron_fused_ce.logits import rows_torch
-from megatron_fused_ce.op import linear_cross_entropy
-from tests.support.head import column_plans
-from tests.support.problems import open_main_grad
 from tests.support.ranks import Rank, on_ranks
 
 #: A shard and a chunk whose buffers differ in shape, also from samples and merges: seven tiles of columns on
@@ -78,42 +73,6 @@ def test_buffers(rank: Rank, case):
     # Row kernels in plain PyTorch work in copies of fewer rows than a chunk has.
     with patch.object(rows_torch, "BLOCK_ELEMENTS", 8 * V), patch.object(masked_tokens, "ROUND_TO", 1):
         peaks_are_as_predicted(rank, **CASES[case])
-
-
-@on_ranks(1)
-@pytest.mark.parametrize("accumulator", ["returned", "low_main_grad"])
-def test_buffers_of_a_backward_by_columns(rank: Rank, accumulator):
-    """One block's gradient and the fp32 sum of ``grad_hidden``; no logits, no fp32 ``grad_weight``."""
-    block, num_tokens, dtype = 64, 4 * C, torch.bfloat16
-    hidden = torch.randn(num_tokens, H, device=rank.device).to(dtype).requires_grad_()
-    weight = torch.randn(V, H, device=rank.device).to(dtype).requires_grad_()
-    labels = torch.arange(num_tokens, device=rank.device) % V
-    main_grad = torch.zeros_like(weight)
-    returned = accumulator == "returned"
-    options = {} if returned else {"open_grad_weight": functools.partial(open_main_grad, main_grad)}
-    config = FusedCEConfig(strategy="recompute", chunk_tokens=C)
-    # Row kernels: the scaled-exp GEMM needs bf16, which the interpreter gets wrong.
-    with (
-        column_plans(block),
-        patch.object(rows_torch, "BLOCK_ELEMENTS", 8 * V),
-        patch.object(wgrad, "_upcast_gemm", _without_fp32_operands),
-        Storages() as seen,
-    ):
-        loss = linear_cross_entropy(Call(hidden, weight, labels, config=config, **options)).loss
-        seen.reset()
-        loss.sum().backward()
-    predicted = head_bytes.columns_memory(
-        head_bytes.PlanInputs(num_tokens, H, V, wgrad_accumulator=accumulator, device="cpu"), block
-    )
-    assert seen.peak[dtype, num_tokens * block] == predicted.chunk_logits / (2 * num_tokens * block) == 1
-    assert seen.peak[torch.float32, num_tokens, H] == predicted.grad_hidden_sum / (4 * num_tokens * H) == 1
-    assert seen.peak[torch.float32, block, H] == predicted.grad_weight_sum / (4 * block * H) == 1 - returned
-    assert not seen.peak[torch.float32, V, H] and not seen.peak[dtype, C, V]
-
-
-def _without_fp32_operands(total: Any, grad_logits: Any, hidden: Any, overwrite: bool) -> None:
-    """As a GPU's GEMM, which a CPU has only in one dtype."""
-    torch.add(grad_logits.t() @ hidden, total, alpha=int(not overwrite), out=total)
 
 
 class Storages(TorchDispatchMode):

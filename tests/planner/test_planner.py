@@ -78,7 +78,7 @@ SP4 = {"tp_size": 4, "num_parts": 4}
         (llama(32768, 2500), "grad_in_forward", 22, 1536, 0, "budget of 2500 MiB"),
         (llama(32768, 2250), "mixed", 8, 4096, 1, "grad_in_forward needs 2333 MiB"),
         (llama(32768, 2000), "mixed", 11, 3072, 1, "grad_in_forward needs 2333 MiB"),
-        (llama(32768, 1000), "recompute", 4, 8192, 0, "grad_in_forward needs 2333 MiB"),
+        (llama(32768, 1000), "recompute", 11, 3072, 0, "grad_in_forward needs 2333 MiB"),
         (llama(32768, 320), "recompute", 32, 1024, 0, "store needs"),
         (llama(32768, 300), "recompute", 43, 768, 0, "store needs"),
         (llama(32768, 130), "recompute", 128, 256, 0, "budget of 130 MiB"),
@@ -112,7 +112,7 @@ SP4 = {"tp_size": 4, "num_parts": 4}
         (llama(32768, 100, num_chunks=4), "recompute", 4, 8192, 0, "with the chunks asked for"),
         # By name.
         (llama(100000, strategy="store"), "store", 13, 7808, 13, "asked for by name"),
-        (llama(32768, 1000, strategy="recompute"), "recompute", 4, 8192, 0, "budget of 1000 MiB"),
+        (llama(32768, 1000, strategy="recompute"), "recompute", 11, 3072, 0, "budget of 1000 MiB"),
         (llama(32768, 2400, strategy="grad_in_forward"), "grad_in_forward", 32, 1024, 0, "asked for by name"),
         (llama(50, strategy="store", num_chunks=9), "store", 9, 6, 9, "asked for by name"),
         (llama(0), "store", 0, 0, 0, "default budget"),
@@ -150,40 +150,6 @@ def test_choices(inputs, strategy, count, capacity, stored, words):
     assert came == (strategy, count, capacity, stored), chosen.why
     assert words in chosen.why
     assert "\n" not in chosen.why
-
-
-@pytest.mark.parametrize(
-    ("inputs", "block_columns"),
-    [
-        # Faster than chunks that need a sum of grad_weight; else chunks are.
-        (llama(32768, strategy="recompute", **RETURNED), 8448),
-        (llama(32768, strategy="recompute"), 0),
-        (llama(8192, strategy="recompute"), 0),
-        (llama(8192, strategy="recompute", **RETURNED), 0),
-        # A budget takes them, and narrower ones; where the sum of grad_hidden is above it there are chunks.
-        (llama(8192, 1000, strategy="recompute"), 8448),
-        (llama(32768, 1000, strategy="recompute"), 6272),
-        (llama(32768, 1000), 6272),
-        (llama(32768, 600, strategy="recompute"), 0),
-        # Whole rounds of 132 tiles of 128 x 256, at 4096, 3584 and 2304 hidden values 16, 14 and 9 across.
-        (changed(llama(8192, 1000, strategy="recompute"), hidden_size=3584), 8448),
-        (changed(llama(8192, 1000, strategy="recompute"), hidden_size=2304), 7424),
-        (llama(8192, 310, strategy="recompute"), 7296),
-        # Chunks by name; several ranks; the row kernels; a frozen weight; nothing to do.
-        (llama(8192, strategy="recompute", memory_mb=1000, chunk_tokens=2048), 0),
-        (llama(8192, memory_mb=1000, strategy="recompute", tp_size=2), 0),
-        (llama(8192, memory_mb=1000, strategy="recompute", logits_backend="gemm_rows"), 0),
-        (llama(8192, memory_mb=1000, strategy="recompute", wgrad_accumulator="none"), 0),
-        (llama(0, strategy="recompute"), 0),
-        (llama(8192, strategy="store"), 0),
-        # No more columns than a block.
-        (changed(llama(8192, 1000, strategy="recompute"), num_rows=1024), 0),
-    ],
-)
-def test_blocks_of_columns(inputs, block_columns):
-    chosen = plan(inputs)
-    assert chosen.block_columns == block_columns, chosen
-    assert ("columns" in chosen.chunks_in_words) == (block_columns > 0)
 
 
 @pytest.mark.parametrize(
@@ -535,15 +501,6 @@ def test_predicted_time_beside_a_teacher(backend):
     assert time("recompute", 8192) == pytest.approx(8 / 5 + rows / 5)
     assert time("recompute", wgrad_accumulator="none") == pytest.approx(5 / 3 + rows / 3)
     assert time("grad_in_forward") == pytest.approx(1 + rows / 4 + 355 / 32768 * 3 / 4)
-
-
-def test_no_blocks_of_columns_beside_a_teacher():
-    """Whose logits would be made again for each of them."""
-    for memory_mb in (None, 6000):
-        alone = llama(32768, memory_mb, strategy="recompute", **RETURNED)
-        beside = changed(alone, teacher_hidden_size=4096, teacher_itemsize=2)
-        assert plan(alone).block_columns and not plan(beside).block_columns
-        assert not [option for option in alternatives(beside) if option.block_columns]
 
 
 def test_a_head_of_one_row_needs_more_than_grad_in_forward():

@@ -107,14 +107,10 @@ def whole_rows(rank: Rank, of_rows: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def strategy_in_place(strategy: str, stored_chunks: int = 1) -> Iterator[str]:
-    """The name to give a config. ``mixed`` is otherwise the planner's choice, for budgets of whole MiB;
-    ``by columns``, ``recompute`` over one rank, for heads of more columns than a test's."""
+    """The name to give a config. ``mixed`` is otherwise the planner's choice, for budgets of whole MiB."""
     if strategy == "mixed":
         with mixed_plans(stored_chunks):
             yield "store"
-    elif strategy == "by columns":
-        with column_plans(64):
-            yield "recompute"
     else:
         yield strategy
 
@@ -124,15 +120,6 @@ def mixed_plans(stored_chunks: int) -> AbstractContextManager[None]:
     return _plans(
         lambda plan: replace(plan, strategy="mixed", stored_chunks=stored_chunks, wgrad_at_once=False)
     )
-
-
-def column_plans(block_columns: int) -> AbstractContextManager[None]:
-    """Every backward of ``recompute`` goes by blocks of columns."""
-
-    def by_columns(plan: planner.Plan) -> planner.Plan:
-        return replace(plan, block_columns=block_columns) if plan.strategy == "recompute" else plan
-
-    return _plans(by_columns)
 
 
 @contextlib.contextmanager

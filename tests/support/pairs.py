@@ -71,7 +71,7 @@ AXES: dict[str, dict[str, tuple[Any, ...]]] = {
     "options by the scaled-exp GEMM": {
         "option": ("plain", *SCALED_EXP_OPTIONS),
         "kind": KINDS,
-        "strategy": (*STRATEGIES[:3], "by columns"),
+        "strategy": STRATEGIES[:3],
     },
     "divergence": {
         "values": tuple(VALUES),

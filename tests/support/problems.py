@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
@@ -20,7 +19,6 @@ from megatron_fused_ce.call import Call
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.scripts.lib.reference import FLOOR, HeadInputs, Roundings, relative_error
 from megatron_fused_ce.wgrad import InPlaceGradWeight
-from tests.support.head import column_plans
 from tests.support.op import DTYPES
 from tests.support.ranks import Rank, RankProcesses
 
@@ -61,7 +59,6 @@ class DrawnProblem:
     main_grad: str = ""  # grad_weight is added to one, in fp32 or in the operands' dtype
     sequence_parallel: bool = False
     names_start: bool = False
-    block_columns: int = 0  # of recompute's backward; 0: chunk by chunk
     log2_promise: int = 0  # what the upstream gradient is times the token weights, negated
     config: FusedCEConfig = field(default_factory=FusedCEConfig)
 
@@ -228,8 +225,7 @@ def run(
         dtype = torch.float32 if problem.main_grad == "fp32" else problem.dtype
         main_grad = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
         options["open_grad_weight"] = partial(open_main_grad, main_grad)
-    with column_plans(problem.block_columns) if problem.block_columns else nullcontext():
-        made = head(given, weight, labels, **options)
+    made = head(given, weight, labels, **options)
     if problem.flat:
         made = {name: value.view(problem.s, problem.b).t() for name, value in made.items()}
     upstreams = {"loss": inputs.grad_loss} if upstreams is None else upstreams
