@@ -15,7 +15,6 @@ R = TypeVar("R")
 FP32_LIMIT = 2.0**127
 
 STRATEGY_CHOICES = ("auto", "store", "grad_in_forward", "recompute")
-ROW_BACKEND_CHOICES = ("auto", "triton", "torch")
 LOGITS_BACKEND_CHOICES = ("auto", "scaled_exp", "gemm_rows")
 MERGE_CHOICES = ("auto", "packed", "all_reduce")
 SMOOTHING_FORM_CHOICES = ("megatron", "pytorch")
@@ -71,8 +70,6 @@ class FusedCEConfig:
     #: token weights and a teacher's log-probabilities above 0. Shards of unequal sizes need it where the
     #: group has had equal ones first.
     debug_checks: bool = False
-    #: Row kernels between the GEMMs: by default Triton on CUDA, plain PyTorch elsewhere.
-    row_backend: str = "auto"
     #: How logits become gradients: the scaled-exp GEMM (``scaled_exp``), a plain one and row kernels
     #: (``gemm_rows``), or the first where it can run and was measured (see :mod:`.logits.choose`).
     logits_backend: str = "auto"
@@ -83,7 +80,6 @@ class FusedCEConfig:
     def __post_init__(self) -> None:
         for name, choices in (
             ("strategy", STRATEGY_CHOICES),
-            ("row_backend", ROW_BACKEND_CHOICES),
             ("logits_backend", LOGITS_BACKEND_CHOICES),
             ("merge", MERGE_CHOICES),
             ("label_smoothing_form", SMOOTHING_FORM_CHOICES),

@@ -106,7 +106,7 @@ class Distillation(OtherTargets):
     def backend(self, call: Call, base: LogitsBackend) -> Divergence:
         t, cap = call.temperature, self.logit_softcap
         assert not isinstance(t, Tensor)
-        rows, statistics = divergence_rows(call.hidden.device, call.config.row_backend)
+        rows, statistics = divergence_rows(call.hidden.device)
         return Divergence(
             base,
             statistics,

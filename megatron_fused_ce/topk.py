@@ -62,8 +62,8 @@ def fused_linear_topk(
             :func:`.fused_linear_topk_distillation` and :func:`.rl.token_log_probs`.
         batch_first: whether hidden states of three dimensions are ``[b, s, H]``, not ``[s, b, H]``; must be
             said for them.
-        config: ``logit_scale``, ``logit_softcap``, ``true_vocab_size`` (padding rows are never returned),
-            ``row_backend``; ``num_chunks``, ``chunk_tokens`` or ``memory_mb``, else 1 GiB of logits a chunk;
+        config: ``logit_scale``, ``logit_softcap``, ``true_vocab_size`` (padding rows are never returned);
+            ``num_chunks``, ``chunk_tokens`` or ``memory_mb``, else 1 GiB of logits a chunk;
             ``logit_precision="activations"`` rounds the logits. The rest does not count.
 
     Returns:
@@ -124,7 +124,7 @@ def _of_all(call: Call, k: int) -> tuple[Tensor, Tensor]:
         # With the plain GEMM, whatever logits_backend says.
         dtype = call.hidden.dtype if config.logit_precision == "activations" else torch.float32
         other = None if dtype == call.hidden.dtype else dtype
-        in_torch = gemm_then_rows(call.hidden.device, config.row_backend, other).rows is rows_torch
+        in_torch = gemm_then_rows(call.hidden.device, other).rows is rows_torch
     except (TypeError, ValueError, ImportError) as one:
         error = one
     shards = Shards.agreed(call, comm, error, {"k": k})

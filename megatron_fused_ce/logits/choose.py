@@ -71,7 +71,7 @@ def choose(
     # Of both dtypes.
     rounds = tokens.dtype != torch.float32 or bool(requested.saves_logits_for)
     in_fp32 = config.logit_precision == "fp32" and rounds
-    return gemm_then_rows(tokens.device, config.row_backend, torch.float32 if in_fp32 else None), reason
+    return gemm_then_rows(tokens.device, torch.float32 if in_fp32 else None), reason
 
 
 def why_not_scaled_exp(

@@ -539,9 +539,9 @@ def _filled(parts: tuple[Tensor | None, ...], every: list[RowStatistics]) -> Ten
     return torch.cat([part for part in (*parts, *missing) if part is not None])
 
 
-def divergence_rows(device: torch.device, requested: str) -> tuple[ModuleType, ModuleType]:
+def divergence_rows(device: torch.device) -> tuple[ModuleType, ModuleType]:
     """Row passes of a divergence and of statistics: as :func:`.gemm_then_rows` has the second."""
-    statistics = gemm_then_rows(device, requested).rows
+    statistics = gemm_then_rows(device).rows
     if statistics is rows_torch:
         return divergence_torch, statistics
     from megatron_fused_ce.kernels import divergence

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -118,13 +117,15 @@ def write_logits(hidden: Tensor, weight: Tensor, out: Tensor) -> None:
         torch.mm(hidden.to(out.dtype), weight.t().to(out.dtype), out=out)
 
 
-def gemm_then_rows(
-    device: torch.device, requested: str = "auto", logits_dtype: torch.dtype | None = None
-) -> GemmThenRows:
-    """The row pass with the Triton kernels on CUDA and plain PyTorch elsewhere, or as requested.
+def by_triton(device: torch.device) -> bool:
+    """Whether Triton's kernels make the row passes there, not plain PyTorch."""
+    return device.type == "cuda"
+
+
+def gemm_then_rows(device: torch.device, logits_dtype: torch.dtype | None = None) -> GemmThenRows:
+    """The row pass of :func:`by_triton`.
 
     Raises:
-        ValueError: Triton's row kernels were asked for where there is no CUDA device.
         ImportError: there is no triton, or an old one; a torch whose GEMM writes no ``logits_dtype``.
     """
     if (
@@ -136,14 +137,7 @@ def gemm_then_rows(
             f"logit_precision='fp32' without the scaled-exp GEMM needs torch 2.8 or newer, whose GEMM writes "
             f"fp32, and found {torch.__version__}: upgrade torch, or use 'auto'"
         )
-    if requested == "auto":
-        requested = "triton" if device.type == "cuda" else "torch"
-    if requested == "triton" and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError(
-            f"row_backend='triton' runs on CUDA devices, and these tensors are on {device.type}; use 'auto' "
-            "or 'torch'"
-        )
-    if requested == "torch":
+    if not by_triton(device):
         return GemmThenRows(rows_torch, loss, logits_dtype)
     from megatron_fused_ce.kernels import gemm_variants
 

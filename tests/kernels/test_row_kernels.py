@@ -16,7 +16,7 @@ from megatron_fused_ce.logits import rows_torch
 from megatron_fused_ce.loss import TokenTerms, Upstream, merge_shards, shard_addends, token_loss
 from megatron_fused_ce.losses.form import PLAIN
 from megatron_fused_ce.scripts.lib.reference import KINDS, assert_close, make_inputs
-from tests.support.op import DTYPES, run, without_interpreter
+from tests.support.op import DTYPES, rows_by, run, without_interpreter
 
 #: Below it fp32 has fewer digits, and a GPU's exp flushes to 0.
 SUBNORMAL = torch.finfo(torch.float32).tiny
@@ -147,8 +147,8 @@ def test_argmax_takes_the_lowest_column_of_a_tie(backend, device):
 @pytest.mark.parametrize("kind", KINDS)
 def test_whole_op_on_the_triton_path(kind, strategy, device):
     inputs = make_inputs(kind, s=7, b=2, hidden_size=32, vocab=150, dtype=torch.bfloat16, device=device)
-    config = FusedCEConfig(strategy=strategy, num_chunks=2, row_backend="triton")
-    assert_close(run(inputs, config), inputs)
+    with rows_by("triton"):
+        assert_close(run(inputs, FusedCEConfig(strategy=strategy, num_chunks=2)), inputs)
 
 
 @pytest.mark.sanitize
@@ -205,11 +205,10 @@ def test_bent_logits_keep_their_digits(size, device):
     cap, z_loss = 0.5, 0.25
     hidden = torch.tensor([[[size]], [[-size]]], device=device, requires_grad=True)
     weight = torch.ones(1, 1, device=device)
-    config = FusedCEConfig(
-        strategy="store", logit_softcap=cap, z_loss=z_loss, row_backend="triton", logits_backend="gemm_rows"
-    )
+    config = FusedCEConfig("store", logit_softcap=cap, z_loss=z_loss, logits_backend="gemm_rows")
     labels = torch.zeros(1, 2, dtype=torch.int64, device=device)
-    loss = fused_linear_cross_entropy(hidden, weight, labels, config=config)
+    with rows_by("triton"):
+        loss = fused_linear_cross_entropy(hidden, weight, labels, config=config)
     loss.sum().backward()
     x = hidden.detach().double().flatten() / cap
     bent, slope = cap * torch.tanh(x), 1 / torch.cosh(x) ** 2

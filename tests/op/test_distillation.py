@@ -35,7 +35,7 @@ from tests.support.distillation import (
     worst_row,
 )
 from tests.support.head import strategy_in_place
-from tests.support.op import DTYPES, EXP_DTYPE, HAS_EXP, ON_GPU, STRATEGIES, leaves, promises
+from tests.support.op import DTYPES, EXP_DTYPE, HAS_EXP, ON_GPU, STRATEGIES, leaves, promises, rows_by
 from tests.support.problems import open_main_grad
 
 needs_exp = pytest.mark.skipif(not HAS_EXP, reason="the scaled-exp GEMM needs Hopper or newer")
@@ -46,9 +46,9 @@ OTHER = {torch.float32: torch.bfloat16, torch.bfloat16: torch.float32, torch.flo
 
 
 def run(
-    problem: DistillationProblem, strategy: str = "store", num_chunks: int = 3, **config
+    problem: DistillationProblem, strategy: str = "store", num_chunks: int = 3, rows: str = "auto", **config
 ) -> DistillationResult:
-    with strategy_in_place(strategy) as name:
+    with strategy_in_place(strategy) as name, rows_by(rows):
         return fused(problem, problem.config(strategy=name, num_chunks=num_chunks, **config))
 
 
@@ -86,8 +86,8 @@ def test_row_passes_of_triton(kind, device):
         "sure teacher", s=3, b=1, vocab=45, padding=(3, 7), kind=kind, temperature=2.0, with_labels=True,
         label_weights="per token", ignore_index=-1, logit_softcap=20.0, device=device,
     )  # fmt: skip
-    assert_right(problem, run(problem, "store", 2, row_backend="triton"))
-    assert_right(problem, run(problem, "recompute", 1, row_backend="triton"))
+    assert_right(problem, run(problem, "store", 2, rows="triton"))
+    assert_right(problem, run(problem, "recompute", 1, rows="triton"))
 
 
 @pytest.mark.sanitize
@@ -138,7 +138,7 @@ def test_logits_in_fp32(strategy, dtype, teacher_dtype, device):
         *itertools.product(
             ("plain", "sure student", "wide student"), (*STRATEGIES, "mixed"), DTYPES, ({"s": 19},)
         ),
-        ("sure student", "store", EXP_DTYPE, {"s": 2, "row_backend": "triton"}),
+        ("sure student", "store", EXP_DTYPE, {"s": 2, "rows": "triton"}),
         pytest.param(
             "sure student", "store", EXP_DTYPE, {"s": 2, "logits_backend": "scaled_exp"}, marks=needs_exp
         ),
@@ -174,7 +174,7 @@ def test_a_divergence_of_a_billionth(size, kind, backend, device):
         torch.ones(1, num_tokens, device=device),
         kind=kind,
     )
-    made, exact = run(problem, row_backend=backend), plain(problem, torch.float64)
+    made, exact = run(problem, rows=backend), plain(problem, torch.float64)
     true = exact.outputs.divergence
     assert size / 20 < true.min() and true.max() < 3 * size
     assert ((made.outputs.divergence.double() - true).abs() / true).max() < 1e-2
@@ -185,9 +185,9 @@ def test_a_divergence_of_a_billionth(size, kind, backend, device):
 @pytest.mark.parametrize(
     "options", [{"logit_softcap": 20.0, "teacher_logit_softcap": 30.0}, {"logit_scale": -0.5}], ids=str
 )
-@pytest.mark.parametrize("row_backend", BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
-def test_confident_rows_with_options(kind, row_backend, options, device):
+def test_confident_rows_with_options(kind, backend, options, device):
     """And classes that either side excludes; two that are largest alike."""
     problem = confident(300, 30.0, "one class", rows=2, device=device, kind=kind, **options)
     if "logit_softcap" in options:
@@ -197,7 +197,7 @@ def test_confident_rows_with_options(kind, row_backend, options, device):
     if kind == "jsd":
         problem.weight[100:110] = -1e30 if "logit_softcap" in options else 1e30
         problem.teacher_weight[105:120] = -1e30
-    made = run(problem, "recompute", num_chunks=1, row_backend=row_backend).grad_weight
+    made = run(problem, "recompute", num_chunks=1, rows=backend).grad_weight
     assert made is not None and worst_row(made.t(), exact_rows(problem)) <= 2e-6
 
 

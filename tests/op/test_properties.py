@@ -41,6 +41,7 @@ from megatron_fused_ce.scripts.lib.reference import (
     plain_outputs,
 )
 from megatron_fused_ce.words import ENTROPY_CHOICES
+from tests.support.op import rows_by
 from tests.support.problems import (
     TRIED,
     DrawnProblem,
@@ -385,7 +386,7 @@ def test_triton_kernels(problem, exponentiating, negated):
     """Row kernels with every option, and the scaled-exp GEMM, by Triton's interpreter; also of a negated
     log-probability with its gradient, where that is the loss.
     """
-    problem = replace(problem, b=1, config=replace(problem.config, row_backend="triton"))
+    problem = replace(problem, b=1)
     if exponentiating:
         options = {name: getattr(FusedCEConfig(), name) for name in ("z_loss", "logit_softcap")}
         options |= {"label_smoothing": 0.0, "true_vocab_size": None, "logits_backend": "scaled_exp"}
@@ -407,7 +408,8 @@ def test_triton_kernels(problem, exponentiating, negated):
         if problem.config.strategy == "grad_in_forward":
             problem = replace(problem, config=replace(problem.config, strategy="auto"))
         head = neg_log_prob
-    check(problem, run(problem, head), definition(problem))
+    with rows_by("triton"):
+        check(problem, run(problem, head), definition(problem))
 
 
 def neg_log_prob(*args, **options):

@@ -324,7 +324,6 @@ def test_all_tokens_where_a_part_is_expected():
         ({"num_chunks": 2.5}, "whole number"),
         ({"num_chunks": 2, "chunk_tokens": 8}, "give one of them"),
         ({"strategy": "fastest"}, "choose one of"),
-        ({"row_backend": "cuda"}, "choose one of"),
         ({"logit_scale": 0.0}, "not 0"),
         *(
             ({name: "yes"}, f"{name} must be True or False, got 'yes'")

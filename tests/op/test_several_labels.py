@@ -15,6 +15,7 @@ from megatron_fused_ce.logits import rows_torch
 from megatron_fused_ce.rl import token_log_probs
 from megatron_fused_ce.scripts.lib.live_storages import LiveStorages
 from megatron_fused_ce.scripts.lib.reference import FLOOR, make_inputs, plain_several, relative_error
+from tests.support.op import rows_by
 
 SIZES = {"s": 12, "b": 2, "hidden_size": 16, "vocab": 53}
 #: Of log-probabilities in every dtype: they come from fp32 sums of products.
@@ -45,8 +46,8 @@ def upstream_of(labels: torch.Tensor) -> torch.Tensor:
     return upstream
 
 
-def bent(cap: float, scale: float = 1.0, **options: Any) -> FusedCEConfig:
-    return FusedCEConfig(logit_softcap=cap, logit_scale=scale, **options)
+def bent(cap: float, scale: float = 1.0) -> FusedCEConfig:
+    return FusedCEConfig(logit_softcap=cap, logit_scale=scale)
 
 
 #: Kind of inputs, dtype, number of labels, config, temperature.
@@ -65,7 +66,7 @@ CASES: dict[str, tuple[str, torch.dtype, int, FusedCEConfig, Any]] = {
     "softcap": ("wide", torch.bfloat16, 64, bent(30.0), 0.7),
     "softcap and scale": ("wide", torch.float32, 7, bent(5.0, 0.3), "per token"),
     "padded vocabulary": ("plain", torch.float32, 7, FusedCEConfig(true_vocab_size=50), 1.0),
-    "triton": ("plain", torch.float32, 7, bent(5.0, row_backend="triton"), "per token"),
+    "triton": ("plain", torch.float32, 7, bent(5.0), "per token"),
     "options of the loss": ("plain", torch.float32, 7, FusedCEConfig(z_loss=0.1, label_smoothing=0.1), 1.0),
 }
 
@@ -82,14 +83,9 @@ def test_against_fp64(case, strategy, device):
     if temperature == "per token":
         temperature = per_token = inputs.grad_loss.abs() + 0.5
     hidden, weight = inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
-    made = token_log_probs(
-        hidden,
-        weight,
-        labels,
-        temperature=temperature,
-        entropy="differentiable",
-        config=replace(config, strategy=strategy, num_chunks=3),
-    )
+    options = {"temperature": temperature, "config": replace(config, strategy=strategy, num_chunks=3)}
+    with rows_by("triton" if case == "triton" else "auto"):
+        made = token_log_probs(hidden, weight, labels, entropy="differentiable", **options)
     torch.autograd.backward([made.log_prob, made.entropy], [upstream, of_entropy])
     # Eager's logits from GEMMs of the head's shape: for logits of 300 in fp32 the order of a GEMM's sums
     # decides over the entropy's error, which is then 1e-6 to 1.1e-5, eager's and the head's alike.

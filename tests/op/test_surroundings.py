@@ -212,7 +212,7 @@ def changes_of(args: Call) -> dict[str, dict[str, Any]]:
         **{"strategy": "store", "num_chunks": 2, "chunk_tokens": 4, "memory_mb": 9, "logit_scale": 2.0},
         **{"logit_softcap": 5.0, "z_loss": 0.1, "label_smoothing": 0.1, "label_smoothing_form": "pytorch"},
         **{"ignore_index": -100, "true_vocab_size": 9, "logit_precision": "fp32", "skip_masked": True},
-        **{"skip_zero_upstream": True, "debug_checks": True, "row_backend": "torch"},
+        **{"skip_zero_upstream": True, "debug_checks": True},
         **{"logits_backend": "gemm_rows", "merge": "packed"},
     }
     assert others.keys() == {field.name for field in fields(FusedCEConfig)}, "a new field of the config"
@@ -404,13 +404,6 @@ def call_with(device, **changes):
     inputs = problem(device)
     given = {"hidden": inputs.hidden, "weight": inputs.weight, "labels": inputs.labels, **changes}
     return fused_linear_cross_entropy(**given)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_tritons_row_kernels_without_a_gpu(monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
-    with pytest.raises(ValueError, match=r"row_backend='triton' runs on CUDA devices, and .* on cpu"):
-        call_with("cpu", config=FusedCEConfig(row_backend="triton"))
 
 
 def test_what_debug_checks_see_in_numbers(device):

@@ -157,7 +157,7 @@ def test_main_grad_on_one_rank(rank: Rank, early) -> None:
     hidden = torch.randn(2048, 512, generator=same).to(rank.device, torch.bfloat16)
     labels = torch.randint(0, 1024 * rank.size, (2048,), generator=same).to(rank.device)
     # The scaled-exp GEMM needs less: this budget is for the row kernels.
-    config = FusedCEConfig(memory_mb=4, logits_backend="gemm_rows", row_backend="torch")
+    config = FusedCEConfig(memory_mb=4, logits_backend="gemm_rows")
     # Anything but 0, in bf16's range.
     grad_loss = (torch.rand(2048, generator=same) + 0.5).to(rank.device)
     plans, gradients = [], []

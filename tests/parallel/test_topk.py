@@ -11,7 +11,7 @@ import torch
 from megatron_fused_ce import FusedCEConfig, fused_linear_topk, masked_tokens
 from megatron_fused_ce.scripts.lib.reference import FLOOR, relative_error
 from tests.support.head import rows_of, same_on_all_ranks, tokens_of
-from tests.support.op import gemm_flops
+from tests.support.op import gemm_flops, rows_by
 from tests.support.ranks import Rank, on_ranks
 
 S, B, H, V = 24, 3, 8, 97
@@ -63,7 +63,7 @@ def test_by_the_kernels(rank: Rank, call):
 def compare(rank: Rank, call: str, row_backend: str) -> None:
     k, options, kind, dtype, sp = CALLS[call]
     hidden, weight = operands(rank, dtype)
-    config = FusedCEConfig(**{"chunk_tokens": 28, **options, "row_backend": row_backend})
+    config = FusedCEConfig(**{"chunk_tokens": 28, **options})
     temperature: Any = torch.full((B, S), 0.7, device=rank.device)
     if kind == "per token":
         temperature = 0.5 + torch.rand(B, S, generator=torch.Generator().manual_seed(2)).to(rank.device)
@@ -72,16 +72,10 @@ def compare(rank: Rank, call: str, row_backend: str) -> None:
     given = {"number": 0.7, "tensor": temperature[0, 0], "per sequence": temperature[:, 0]}.get(
         kind, temperature
     )
-    made, ids = fused_linear_topk(
-        hidden[tokens_of(rank, S, sp)],
-        weight[rows_of(rank, "unequal", V)],
-        k,
-        temperature=given,
-        batch_first=False,
-        tp_group=rank.group,
-        sequence_parallel=sp,
-        config=config,
-    )
+    operands_of_rank = hidden[tokens_of(rank, S, sp)], weight[rows_of(rank, "unequal", V)]
+    settings = {"batch_first": False, "tp_group": rank.group, "sequence_parallel": sp, "config": config}
+    with rows_by(row_backend):
+        made, ids = fused_linear_topk(*operands_of_rank, k, temperature=given, **settings)
     true, true_ids = likeliest(hidden, weight, k, config, temperature)
     same_on_all_ranks(rank, made, ids)
     assert made.dtype == torch.float32 and ids.dtype == torch.int64
@@ -104,9 +98,8 @@ def test_rows_without_a_softmax(rank: Rank):
         out.copy_(logits[:, rows])
 
     for row_backend in ("torch", "triton"):
-        with patch("megatron_fused_ce.topk.write_logits", write):
-            config = FusedCEConfig(row_backend=row_backend)
-            made, ids = fused_linear_topk(hidden, weight[rows], 6, tp_group=rank.group, config=config)
+        with patch("megatron_fused_ce.topk.write_logits", write), rows_by(row_backend):
+            made, ids = fused_linear_topk(hidden, weight[rows], 6, tp_group=rank.group)
         same_on_all_ranks(rank, made, ids)
         assert ids[0].tolist() == [3, 2, 1, 0, 4, 5] and ids[4].tolist() == [0, 1, 2, 3, 4, 5]
         torch.testing.assert_close(made[[0, 4]], logits[[0, 4]].log_softmax(-1).topk(6).values)

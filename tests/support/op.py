@@ -11,13 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, promise
+from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, parallel, promise
 from megatron_fused_ce.kernels import scaled_exp
+from megatron_fused_ce.logits import gemm_rows
 from megatron_fused_ce.scripts.lib.reference import HeadInputs, HeadResult
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -27,6 +29,20 @@ ON_GPU = torch.cuda.is_available()
 HAS_EXP = not ON_GPU or torch.cuda.get_device_capability() >= (9, 0)
 #: What the scaled-exp GEMM runs in: bf16 on GPUs, fp32 by Triton's interpreter.
 EXP_DTYPE = torch.bfloat16 if ON_GPU else torch.float32
+
+
+@contextlib.contextmanager
+def rows_by(backend: str) -> Iterator[None]:
+    """Row passes by ``triton`` (on a CPU by its interpreter) or ``torch``; ``auto``: as the device has it."""
+    if backend == "auto":
+        yield
+        return
+    parallel.forget()  # specs know their backend
+    try:
+        with patch.object(gemm_rows, "by_triton", lambda device: backend == "triton"):
+            yield
+    finally:
+        parallel.forget()
 
 
 @contextlib.contextmanager

@@ -24,6 +24,7 @@ from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.scripts.lib.reference import LOSS_OPTIONS, make_inputs, make_teacher
 from megatron_fused_ce.wgrad import InPlaceGradWeight
 from tests.support.faulty import Filled
+from tests.support.op import rows_by
 
 SIZES = {"s": 8, "b": 2, "hidden_size": 12, "vocab": 40}
 
@@ -176,7 +177,7 @@ ASKED = {
     "skipped": {"skip_masked": True},
     "skipped in the backward": {"skip_zero_upstream": True},
     "skipped in the backward, scaled-exp GEMM": {"skip_zero_upstream": True, "logits_backend": "scaled_exp"},
-    "row kernels": {"row_backend": "triton"},
+    "row kernels": {},
     "scaled-exp GEMM": {"logits_backend": "scaled_exp"},
     "argmax": {},
     "outputs": {},
@@ -194,7 +195,8 @@ def filled(asked: str, strategy: str, value: float, **where) -> list[torch.Tenso
     if "skipped" in asked:
         head.upstream[:, 2:5] = 0.0
     given = (head.hidden, head.weight)
-    with Filled(value) as empties, patch.object(masked_tokens, "ROUND_TO", 2):
+    rows = rows_by("triton" if asked == "row kernels" else "auto")
+    with Filled(value) as empties, patch.object(masked_tokens, "ROUND_TO", 2), rows:
         if asked == "argmax":
             made = linear_cross_entropy(Call(*given, head.labels, **head.options, with_argmax=True))
             results = [made.loss, made.local_max, made.local_argmax]
