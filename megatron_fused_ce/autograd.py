@@ -29,7 +29,6 @@ from megatron_fused_ce.parallel import VocabParallel
 from megatron_fused_ce.promise import Verdict
 from megatron_fused_ce.targets import Targets, labels_first
 from megatron_fused_ce.wgrad import OpenedAccumulators
-from megatron_fused_ce.zero_upstream import backward_of_nonzero
 
 #: What a backward returns: a gradient for each argument of the forward.
 Gradients = tuple[Tensor | None, ...]
@@ -162,8 +161,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
     @differentiated_once
     def backward(ctx: Any, *grads: Tensor | None) -> Gradients:
         """Collectives: the verdict's (:class:`.promise.Verdict`) where gradients were made in the forward or
-        tokens were skipped; then :func:`.backward.backward`'s, or
-        :func:`.zero_upstream.backward_of_nonzero`'s."""
+        tokens were skipped; then :func:`.backward.backward`'s."""
         *of_outputs, _, _ = grads
         wants_hidden, wants_weight, *others = ctx.needs_input_grad
         no_others = (None,) * len(others)
@@ -205,15 +203,16 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
                 promise.count(result is not None)
             if result is None:
                 saved = Saved(tuple(map(SavedChunk._make, saved_chunks)), *rest)
-                run = backward_of_nonzero if spec.skip_zero_upstream else backward
                 result = None, None
                 if any(needs_grad):
-                    result = run(context, hidden, weight, saved, upstream, needs_grad)
+                    result = backward(context, hidden, weight, saved, upstream, needs_grad)
                 if later is not None:
                     waits, kept_for_it = for_later(context, saved)
                     # Copies: a caller may have given its own buffer, to be filled again.
                     given = upstream.map(torch.clone)
-                    make = partial(run, waits, hidden, weight, kept_for_it, given, NeedsGrad(False, True))
+                    make = partial(
+                        backward, waits, hidden, weight, kept_for_it, given, NeedsGrad(False, True)
+                    )
                     later.put(partial(_make_grad_weight, make, accumulators, spec.comm, device))
                     result = result[0], accumulators(weight, 0, False).close(None)
         grad_hidden, grad_weight = result

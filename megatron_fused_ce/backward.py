@@ -48,7 +48,6 @@ class SavedChunk(NamedTuple):
     #: [C] fp32: see LogitsBackend.finalize. Where it is there, neither labels nor terms are needed.
     row_scale: Tensor | None
     terms: Tensor | None  # [4, C] fp32 or more rows: LossForm.saved
-    rows: Tensor | None = None  # [C] int64: the chunk's rows of the matrix; None: all of them
 
     def token_terms(self, form: LossForm) -> TokenTerms | None:
         return None if self.terms is None else TokenTerms.of(self.terms, form.kept)
@@ -202,9 +201,6 @@ def _from_saved(
     logits = context.spec.logits
     matrix = saved.matrix if every_e is None else context.chunk_of_all(every_e, chunk)
     assert matrix is not None
-    if saved.rows is not None:
-        assert workspace is not None
-        matrix = torch.index_select(matrix, 0, saved.rows, out=workspace.logits(chunk))
     out = None
     if not logits.saves_e:
         assert workspace is not None

@@ -231,7 +231,6 @@ class CallSpec(NamedTuple):
     needs_grad: NeedsGrad
     #: see :class:`Call`
     active_mask: bool
-    skip_zero_upstream: bool  # the config's
     head: Head
     #: the head in the history of its group, the same on all ranks
     key: HeadOfGroup
@@ -440,7 +439,6 @@ def _make(call: Call, history: GroupHistory) -> CallSpec:
             needs_grad and call.hidden.requires_grad, needs_grad and call.weight.requires_grad
         ),
         active_mask=call.active_mask,
-        skip_zero_upstream=call.config.skip_zero_upstream,
         head=call.head,
         key=head,
         history=history,
@@ -600,7 +598,7 @@ def _plan(
         wgrad_accumulator=head_bytes.WGRAD_ACCUMULATORS[settled.facts["wgrad_accumulator"]],
         token_weights_known=in_forward
         and call.token_weights is not None
-        and not (call.differentiable or config.skip_zero_upstream or call.later is not None),
+        and not (call.differentiable or call.later is not None),
         promise_broken=promise_broken,
         logits_backend=logits.name,
         saves_logits=logits.saves_logits,

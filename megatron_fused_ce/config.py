@@ -61,11 +61,6 @@ class FusedCEConfig:
     #: Leave tokens of weight 0 out of every GEMM; needs ``token_weights``, and the host waits for the number
     #: of the others (:mod:`.masked_tokens`). No token is left out while a CUDA graph is captured.
     skip_masked: bool = False
-    #: Leave tokens whose upstream gradients are all 0 out of the backward's GEMMs, which changes no gradient
-    #: but, with ``recompute`` by row kernels, the rounding of a GEMM of fewer rows; the host
-    #: waits for the number of the others (:mod:`.zero_upstream`). ``auto`` then never takes
-    #: ``grad_in_forward``. No token is left out while a CUDA graph is captured.
-    skip_zero_upstream: bool = False
     #: Compare shapes and options over the ranks on every call, not only on the first, and look for NaN among
     #: token weights and a teacher's log-probabilities above 0. Shards of unequal sizes need it where the
     #: group has had equal ones first.
@@ -87,17 +82,12 @@ class FusedCEConfig:
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(choices)}")
-        if self.skip_zero_upstream and self.strategy == "grad_in_forward":
-            raise ValueError(
-                "skip_zero_upstream leaves tokens out of the backward's GEMMs, and strategy "
-                "'grad_in_forward' runs them in the forward; use 'store', 'recompute' or 'auto'"
-            )
         if self.num_chunks is not None and self.chunk_tokens is not None:
             raise ValueError(
                 f"both num_chunks={self.num_chunks} and chunk_tokens={self.chunk_tokens} are given; "
                 "give one of them"
             )
-        for name in ("skip_masked", "skip_zero_upstream", "debug_checks"):
+        for name in ("skip_masked", "debug_checks"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         for name in ("num_chunks", "chunk_tokens", "memory_mb", "true_vocab_size"):

@@ -171,8 +171,7 @@ class Memory(NamedTuple):
     """Bytes of the head's own buffers at one moment, part by part; 0 for a part that it does not have."""
 
     #: logits of the current chunk, then their gradient (beside them if they are fp32); of two chunks in
-    #: ``grad_in_forward`` over several ranks (``store`` with the scaled-exp GEMM works in the stored ones,
-    #: ``skip_zero_upstream`` aside)
+    #: ``grad_in_forward`` over several ranks (``store`` with the scaled-exp GEMM works in the stored ones)
     chunk_logits: int = 0
     #: logits saved for the backward
     kept_logits: int = 0
@@ -188,8 +187,6 @@ class Memory(NamedTuple):
     #: tile statistics and tile table of each chunk that the scaled-exp GEMM has computed and that is not
     #: finalized yet
     tile_statistics: int = 0
-    #: with ``skip_zero_upstream``: this rank's hidden states of the tokens that are left, at most all
-    picked_hidden: int = 0
     #: with sequence parallelism: gathered chunks of hidden states, being read or received (3 in
     #: grad_in_forward, else 2), or gathered last and saved for the backward
     gathered_hidden: int = 0
@@ -226,9 +223,6 @@ def peak_memory(
         backward = remade_memory(inputs, cut)
     else:
         backward = backward_memory(inputs, cut, stored_chunks, wgrad_at_once)
-        if inputs.config.skip_zero_upstream:
-            shortened = backward_memory(inputs, cut, stored_chunks, picks=True)
-            backward = max(backward, shortened, key=lambda memory: memory.total)
     return max(forward, backward, key=lambda memory: memory.total)
 
 
@@ -267,29 +261,21 @@ def forward_memory(inputs: PlanInputs, strategy: str, cut: Cut, stored_chunks: i
 
 
 def backward_memory(
-    inputs: PlanInputs,
-    cut: Cut,
-    stored_chunks: int,
-    wgrad_at_once: bool = False,
-    keeps_last: bool = True,
-    picks: bool = False,
+    inputs: PlanInputs, cut: Cut, stored_chunks: int, wgrad_at_once: bool = False, keeps_last: bool = True
 ) -> Memory:
     """The backward's peak of ``store``, ``recompute`` and ``mixed``, which run the last chunk first.
 
-    Args:
-        keeps_last: whether the forward left that chunk's gathered hidden states.
-        picks: whether tokens without an upstream gradient are left out (:mod:`.zero_upstream`). Rows of a
-            stored chunk are then copied, and nothing is read of the gathered hidden states that were left.
+    ``keeps_last``: whether the forward left that chunk's gathered hidden states.
     """
     count, capacity = cut.count, inputs.num_parts * cut.longest
     chunk = _ChunkBytes.of(inputs, capacity)
     saves_e = inputs.saves_e
     again, frozen = stored_chunks < count, inputs.wgrad_accumulator == "none"
-    num_logits = int(not saves_e or again or picks)
+    num_logits = int(not saves_e or again)
     # The chunk saved by the forward stays unchanged; beside it are the gathered ones and its scaled copy.
     waiting = _waiting(inputs, count, stored_chunks) if keeps_last else 0
     ring = count - stored_chunks if frozen else count
-    if not picks and (frozen or again or not saves_e):
+    if frozen or again or not saves_e:
         ring -= waiting
     scales = stored_chunks or inputs.teacher_hidden_size
     gathered, scaled = min(ring, 2) * chunk.gathered, chunk.scaled if scales else 0
@@ -300,7 +286,7 @@ def backward_memory(
     sums = sums_grad_weight(inputs, min(count, 1) if wgrad_at_once else count)
     of_teacher = inputs.teacher_itemsize * inputs.teacher_hidden_size * inputs.uses_in_flight
     # Logits exist beside gradients of another dtype only if they are recomputed.
-    logits = (num_logits if again or picks or not chunk.gradients else 0) * chunk.logits
+    logits = (num_logits if again or not chunk.gradients else 0) * chunk.logits
     return Memory(
         chunk_logits=logits + chunk.gradients,
         kept_logits=kept_bytes(inputs, stored_tokens_of(inputs, cut, stored_chunks)),
@@ -308,7 +294,6 @@ def backward_memory(
         teacher=inputs.teacher_bytes * capacity if again else 0,
         teacher_copy=of_teacher * (inputs.num_tokens // inputs.num_parts) if again else 0,
         scaled_hidden=scaled,
-        picked_hidden=_own_hidden_bytes(inputs) if picks else 0,
         tile_statistics=chunk.marks if again else 0,
         gathered_hidden=gathered + waiting * inputs.uses_in_flight * chunk.gathered,
         unreduced_grad_hidden=(min(count, 2) if wgrad_at_once else 1) * chunk.gathered,

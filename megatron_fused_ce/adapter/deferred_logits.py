@@ -393,9 +393,9 @@ class DeferredLogits:
     def _zero(self) -> Tensor:
         """0 times the sum of all logits, without them: NaN where a token's are NaN or +inf, else 0.
 
-        It is 0 times the sum of all tokens' log-probabilities, from an evaluation or a pass of its own (not
-        kept: a checkpoint that runs the loss again counts what it saves), so that the backward goes where
-        that of real logits does: hidden states, weight, their hooks and collectives.
+        It is 0 times the sum of all tokens' log-probabilities from an evaluation, or of their losses from a
+        pass of its own (not kept: a checkpoint that runs the loss again counts what it saves), so that the
+        backward goes where that of real logits does: hidden states, weight, their hooks and collectives.
         """
         with self._grad_mode():
             needs_grad = self._needs_grad and torch.is_grad_enabled()

@@ -176,27 +176,24 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
         entropy: str = "none",
         active: Tensor | None = None,
         sets: tuple[Tensor, Tensor] | None = None,
-        **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probability and, if asked for, entropy of ``labels`` in the vocabulary: fp32 ``[b, s]``.
 
         Args:
             active: bool ``[b, s]``, the tokens that need them, None for all.
             sets: ids and offsets of a sampling mask that keeps its label; the entropy is the vocabulary's.
-            options: of the config, for this call.
         """
         stock_path.refuse_log_probs(self.fused_ce_config)
         unknown = TokenWeights(None, "the caller of log-probabilities weighs each token as it likes")
-        config = replace(_config_of(deferred), **options)
-        request = _LossRequest(config, labels, unknown, entropy, active, sets)
+        request = _LossRequest(_config_of(deferred), labels, unknown, entropy, active, sets)
         return self._evaluate(deferred, request).neg(), request.made_entropy
 
     def fused_nothing(self, deferred: DeferredLogits, batch: int, positions: int) -> Tensor:
-        """Log-probabilities ``[b, s]`` of some label, for upstream gradients of 0: nothing is saved for them,
-        and their backward runs no GEMM."""
+        """Losses ``[b, s]`` of some label, for upstream gradients of 0 or NaN alone: see :meth:`_nothing`."""
         labels = torch.zeros(batch, positions, dtype=torch.int64, device=deferred.device)
-        without: Any = {"strategy": "recompute", "skip_zero_upstream": True}
-        return self.fused_log_probs(deferred, labels, **without)[0]
+        unknown = TokenWeights(None, "its upstream gradients are 0")
+        request = _LossRequest(_config_of(deferred), labels, unknown, nothing=True)
+        return self._evaluate(deferred, request)
 
     def fused_divergence(
         self, deferred: DeferredLogits, teacher: DeferredLogits, kind: str, temperature: float
@@ -283,6 +280,8 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
             return input_, None
         if isinstance(fused_ce_request, _DivergenceRequest):
             return self._divergence(input_, weight, fused_ce_request), None
+        if fused_ce_request.nothing:
+            return self._nothing(input_, weight, fused_ce_request), None
         labels, token_weights = fused_ce_request.labels, fused_ce_request.token_weights
         entropy = fused_ce_request.entropy
         if stock_path.batch_invariant(self.config)[0]:
@@ -362,6 +361,20 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
             uses_later=deferred_wgrad.calls_later(self.config),
             **more,
         )
+
+    def _nothing(self, hidden: Tensor, weight: Tensor, request: _LossRequest) -> Tensor:
+        """Losses ``[b, s]`` without a gradient, plus the zeros of a head that has no active token.
+
+        The backward of those gives zeros, or NaN for an upstream gradient of NaN, and runs no GEMM.
+        """
+        config = replace(request.config, strategy="recompute")
+        call = self._call(hidden, weight, request.labels, request.token_weights, config, head=_head_of(self))
+        with torch.no_grad():
+            losses = linear_cross_entropy(call).loss
+        of_none = call._replace(
+            token_weights=torch.zeros_like(losses), active_mask=True, config=replace(config, skip_masked=True)
+        )
+        return losses + linear_cross_entropy(of_none).loss
 
     def _divergence(self, hidden: Tensor, weight: Tensor, request: _DivergenceRequest) -> Tensor:
         token_weights = request.token_weights
@@ -536,6 +549,7 @@ class _LossRequest:
     entropy: str = "none"
     active: Tensor | None = None  # bool [b, s]; of log-probabilities
     sets: tuple[Tensor, Tensor] | None = None  # of a sampling mask
+    nothing: bool = False  # the losses have upstream gradients of 0 alone
     answered: bool = False
     made_entropy: Tensor | None = None
     local_max: Tensor | None = None

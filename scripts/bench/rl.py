@@ -19,8 +19,6 @@ from megatron_fused_ce.scripts.bench.problem import Outputs, Problem, World
 
 TEMPERATURE = 0.7
 KEPT, LABELS = (16, 512), (64, 1024)
-#: Of the upstream gradients that are not 0.
-SHARES = (0.2, 1.0)
 PRODUCT, GEMMS, VERL, FORWARD = "product", "three GEMMs", "verl", ", forward only"
 
 
@@ -47,11 +45,8 @@ class Rl(Problem):
         self._order = torch.randperm(vocab, generator=self._generator, device=device)
         self._start = self.ids(T, 1)
         self._kept: dict[int, Tensor] = {}
-        chance = self.uniform(T)
-        self.active = chance < 0.5
+        self.active = self.uniform(T) < 0.5
         self.of_active = self.of_log_prob * self.active
-        for share in SHARES:
-            setattr(self, f"of_share_{share}", self.of_log_prob * (chance < share))
         for count in LABELS:
             setattr(self, f"of_{count}_ids", self.normal(T, count))
 
@@ -133,8 +128,6 @@ def rows_of(vocab: int) -> list[tuple[str, Kind, Any, dict[str, Any]]]:
     def of(upstream: str) -> Any:
         return (("log_prob", upstream),)
 
-    masked, zeros = Kind(masked=True), {"skip_zero_upstream": True}
-    some = "upstream of {:.0%} of the tokens, {{0}}"
     return [
         (f"entropy{FORWARD}", PLAIN, NONE, WITHOUT),
         ("log-probability, {}", PLAIN, ONE, {}),
@@ -142,8 +135,7 @@ def rows_of(vocab: int) -> list[tuple[str, Kind, Any, dict[str, Any]]]:
         ("entropy with gradient, {}", PLAIN, BOTH, WITH),
         ("temperature per token, {0}", Kind(per_token=True), BOTH, WITH),
         *((f"{K} labels, {{}}", Kind(num_ids=K), of(f"of_{K}_ids"), {}) for K in LABELS if vocab >= K),
-        ("half of the tokens active, {0}", masked, of("of_active"), {}),
-        *((some.format(share), PLAIN, of(f"of_share_{share}"), zeros) for share in SHARES),
+        ("half of the tokens active, {0}", Kind(masked=True), of("of_active"), {}),
     ]
 
 
@@ -154,7 +146,7 @@ def cases_of(given: argparse.Namespace, cell: Cell, world: World) -> list[Case]:
 
     def case(name: str, run: Any, kind: Kind, grads: Any, **more: Any) -> Case:
         over = {"over_verl": VERL + FORWARD * (not grads)}
-        if kind.num_ids or kind.masked or name.startswith("upstream"):
+        if kind.num_ids or kind.masked:
             over["over_log_prob"] = f"log-probability, {first}"
         base = GEMMS if grads else PRODUCT
         return Case(name, run=run, kind=kind, grads=grads, base=base, over=over, **more)

@@ -19,7 +19,6 @@ CASES = {
     "recompute": {"strategy": "recompute"},
     "auto, smoothing, z-loss": {"label_smoothing": 0.1, "z_loss": 1e-3},
     "masked tokens": {"strategy": "store", "skip_masked": True},
-    "zero upstreams": {"strategy": "store", "skip_zero_upstream": True},
 }
 OTHERS = ("nothing", "labels", "top-k", "teacher")
 

@@ -327,7 +327,7 @@ def test_all_tokens_where_a_part_is_expected():
         ({"logit_scale": 0.0}, "not 0"),
         *(
             ({name: "yes"}, f"{name} must be True or False, got 'yes'")
-            for name in ("skip_masked", "skip_zero_upstream", "debug_checks")
+            for name in ("skip_masked", "debug_checks")
         ),
     ],
     ids=str,

@@ -212,8 +212,7 @@ def changes_of(args: Call) -> dict[str, dict[str, Any]]:
         **{"strategy": "store", "num_chunks": 2, "chunk_tokens": 4, "memory_mb": 9, "logit_scale": 2.0},
         **{"logit_softcap": 5.0, "z_loss": 0.1, "label_smoothing": 0.1, "label_smoothing_form": "pytorch"},
         **{"ignore_index": -100, "true_vocab_size": 9, "logit_precision": "fp32", "skip_masked": True},
-        **{"skip_zero_upstream": True, "debug_checks": True},
-        **{"logits_backend": "gemm_rows", "merge": "packed"},
+        **{"debug_checks": True, "logits_backend": "gemm_rows", "merge": "packed"},
     }
     assert others.keys() == {field.name for field in fields(FusedCEConfig)}, "a new field of the config"
     changes["config"] = {name: replace(args.config, **{name: other}) for name, other in others.items()}

@@ -16,6 +16,7 @@ from megatron_fused_ce.adapter.deferred_logits import DeferredLogits
 from megatron_fused_ce.scripts.lib.live_storages import LogitStorages
 from tests.support import megatron, stand_in
 from tests.support.megatron import BATCH, NEWEST, SEQUENCE, VOCAB, Model, build, flag, have_groups, of_core
+from tests.support.op import gemm_flops
 from tests.support.ranks import Rank, on_ranks
 
 TEMPERATURE = 0.7
@@ -181,7 +182,7 @@ def test_off_against_on(rank: Rank, caller, name, entropy, real):
 
 
 @on_ranks(of_core(2, NEWEST), of_core(1, NEWEST, pytest.mark.rest))
-@pytest.mark.parametrize("how", ["", "nan", "checkpoint"])
+@pytest.mark.parametrize("how", ["", "nan", "checkpoint", "nan upstream"])
 def test_a_rank_without_response_tokens(rank: Rank, how):
     """Context parallelism leaves ranks with prompt alone: `0 * logits.sum()` is all that their loss has."""
     have_groups(rank.size)
@@ -197,7 +198,7 @@ def test_a_rank_without_response_tokens(rank: Rank, how):
         loss += 0 * logits.sum()
         return loss
 
-    def seen() -> tuple[Tensor, dict[str, Tensor], int]:
+    def seen() -> tuple[Tensor, dict[str, Tensor], int, int]:
         # Megatron's DDP asserts in the end that every weight's hook has fired.
         (ddp,) = megatron.in_ddp(Model(fused_wgrad=True, overlap=True, sequence_parallel=True), rank)
         if broken:
@@ -206,10 +207,11 @@ def test_a_rank_without_response_tokens(rank: Rank, how):
             logits = ddp(ids, positions[:1], causal, labels=None)
             again = how == "checkpoint"  # --recompute-loss-function
             loss = checkpoint(loss_of, logits, use_reentrant=False) if again else loss_of(logits)
-            loss.backward()
+            with gemm_flops() as flops:
+                loss.backward(torch.full_like(loss, torch.nan) if how == "nan upstream" else None)
         ddp.finish_grad_sync()
         gradients = {name: parameter.main_grad for name, parameter in ddp.module.named_parameters()}
-        return loss.detach(), gradients, storages.peak_bytes
+        return loss.detach(), gradients, storages.peak_bytes, flops.get_total_flops()
 
     off = seen()
     with flag(deferred_logits=True, strategy="store", num_chunks=6) as counted:
@@ -219,8 +221,12 @@ def test_a_rank_without_response_tokens(rank: Rank, how):
     assert on[0].isnan() == off[0].isnan() == broken
     everything = 4 * SEQUENCE * VOCAB // rank.size
     assert off[2] >= everything and on[2] <= everything * 2 / 6
+    of_one_gemm = 2 * SEQUENCE * VOCAB // rank.size * megatron.HIDDEN
+    assert off[3] - on[3] == (1 if how == "checkpoint" else 2) * of_one_gemm, "the head's backward has a GEMM"
     for name, gradient in on[1].items():
-        assert broken or torch.equal(gradient, off[1][name]), name
+        assert broken or torch.equal(gradient.isnan(), off[1][name].isnan()), name
+        assert broken or torch.equal(gradient.nan_to_num(), off[1][name].nan_to_num()), name
+    assert on[1]["output_layer.weight"].isnan().all() == (how == "nan upstream") or broken
 
 
 @on_ranks(of_core(2, NEWEST))

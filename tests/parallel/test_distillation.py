@@ -81,14 +81,13 @@ def against_fp64(
         left_out = torch.rand(3, s, generator=torch.Generator().manual_seed(1)).to(rank.device) < 0.6
         left_out[:, : s // 4] = True  # the ranks' parts differ in how many
         problem = replace(problem, upstream=problem.upstream.masked_fill(left_out, 0.0))
-        left_out = (problem.upstream == 0) & (skips == "masked")
+        left_out = problem.upstream == 0
     with head.strategy_in_place(strategy) as name, patch.object(masked_tokens, "ROUND_TO", 4):
         config = problem.config(
             strategy=name,
             chunk_tokens=chunk_tokens,
             merge=merge,
             skip_masked=skips == "masked",
-            skip_zero_upstream=skips == "zero upstream",
         )
         layout = {"sp": sequence_parallel, "teacher_sp": teacher_sequence_parallel, "shards": shards}
         made = over_ranks(rank, problem, config, **layout)

@@ -35,7 +35,6 @@ USUAL = {
     "merge": "packed",
     "shards": "equal",
     "skip_masked": False,
-    "skip_zero_upstream": False,
     "chunk_tokens": 20,
 }
 
@@ -45,7 +44,6 @@ def name_of(case: dict[str, Any]) -> str:
     sayings = {
         "sequence_parallel": "sp",
         "skip_masked": "skip",
-        "skip_zero_upstream": "skip 0",
         "chunk_tokens": "chunks of {}",
     }
     words = []
@@ -123,12 +121,6 @@ def against_fp64(rank: Rank, **changes: Any) -> None:
         skipped[:, :quarter], skipped[0, 2 * quarter - 2 :: 2] = True, True
         inputs.grad_loss.masked_fill_(skipped, 0.0)
     weights = inputs.grad_loss / -3.0
-    if case["skip_zero_upstream"]:
-        # Of four parts every token of the third counts, none of the first, and two thirds of the others.
-        idle, quarter = torch.zeros_like(skipped), skipped.shape[1] // 4
-        idle[:, :quarter] = idle[:, 1::3] = True
-        idle[:, 2 * quarter : 3 * quarter] = False
-        inputs.grad_loss.masked_fill_(idle, -0.0)
     with strategy_in_place(case["strategy"]) as strategy:
         config = FusedCEConfig(
             strategy=strategy,
@@ -136,7 +128,6 @@ def against_fp64(rank: Rank, **changes: Any) -> None:
             logits_backend=case["backend"],
             merge=case["merge"],
             skip_masked=case["skip_masked"],
-            skip_zero_upstream=case["skip_zero_upstream"],
             **options,
         )
         inputs = replace(inputs, config=config)

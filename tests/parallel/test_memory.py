@@ -19,7 +19,6 @@ from megatron_fused_ce import (
     fused_linear_cross_entropy,
     fused_linear_distillation,
     head_bytes,
-    masked_tokens,
 )
 from megatron_fused_ce.chunking import Cut
 from megatron_fused_ce.logits import rows_torch
@@ -55,10 +54,6 @@ def cases(strategy: str) -> dict[str, dict[str, Any]]:
         "beside a teacher frozen weight": {**jsd, **sp, **frozen},
         "beside a teacher logits in fp32": {**jsd, **fp32},
     }
-    if strategy != "grad_in_forward":  # all but one token of each part have an upstream gradient
-        for name, of in {"scaled_exp": exp, "gemm_rows": rows, "logits in fp32": {**rows, **fp32}}.items():
-            found[f"some tokens, {name}"] = {**of, "idle": True}
-            found[f"some tokens, {name} sp"] = {**of, **sp, "idle": True}
     return {f"{strategy} {name}": {"strategy": strategy, **case} for name, case in found.items()}
 
 
@@ -71,7 +66,7 @@ def test_buffers(rank: Rank, case):
     if rank.size == 1 and CASES[case].get("sequence_parallel"):
         pytest.skip("one rank has all tokens")
     # Row kernels in plain PyTorch work in copies of fewer rows than a chunk has.
-    with patch.object(rows_torch, "BLOCK_ELEMENTS", 8 * V), patch.object(masked_tokens, "ROUND_TO", 1):
+    with patch.object(rows_torch, "BLOCK_ELEMENTS", 8 * V):
         peaks_are_as_predicted(rank, **CASES[case])
 
 
@@ -130,7 +125,6 @@ def peaks_are_as_predicted(
     trained: bool = True,
     logit_precision: str = "auto",
     divergence: str | None = None,
-    idle: bool = False,
 ) -> None:
     """Forward and backward each by itself, buffer by buffer."""
     # What the scaled-exp GEMM runs in: bf16 on GPUs, fp32 by Triton's interpreter.
@@ -146,12 +140,9 @@ def peaks_are_as_predicted(
     # The same on every rank.
     labels = torch.arange(num_tokens, device=rank.device) % (rank.size * V)
     weights = torch.rand(num_tokens, generator=torch.Generator().manual_seed(9)).to(rank.device)
-    if idle:
-        weights[:: num_tokens // parts] = 0.0
     config = FusedCEConfig(
         strategy=strategy,
         chunk_tokens=C,
-        skip_zero_upstream=idle,
         logits_backend=logits_backend,
         merge=merge,
         logit_precision=logit_precision,
@@ -210,11 +201,8 @@ def peaks_are_as_predicted(
         seen.reset()
         loss.backward(weights)
     if strategy != "grad_in_forward":
-        backward = head_bytes.backward_memory(inputs, *cut, at_once and not idle, picks=idle)
+        backward = head_bytes.backward_memory(inputs, *cut, at_once)
         compare("backward", inputs, merge, seen.peak, backward, alike)
-        left = hidden.shape[0] - 1  # and as many rows of grad_hidden
-        picked = seen.peak[dtype, left, H] - idle
-        assert picked == backward.picked_hidden / (inputs.itemsize * hidden.shape[0] * H)
         return
     # Made again for another upstream gradient: what the forward made is gone by then.
     hidden.grad = weight.grad = None

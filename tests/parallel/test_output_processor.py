@@ -84,8 +84,7 @@ def test_against_logits(rank: Rank, name, on, entropy):
     model = MODELS[name]
     have_groups(rank.size)
     half = model.dtype == torch.bfloat16
-    options = {"strategy": "recompute", "num_chunks": 6, "skip_zero_upstream": True}
-    options["logit_precision"] = "activations" if half else "auto"
+    options = {"strategy": "recompute", "num_chunks": 6, "logit_precision": "activations" if half else "auto"}
     right = Step(model, rank, entropy, False, None)
     with patch.object(masked_tokens, "ROUND_TO", 1), turned(on, **options) as seen:
         got = Step(model, rank, entropy, True, None if on else FusedCEConfig(**options))

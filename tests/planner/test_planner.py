@@ -166,9 +166,6 @@ def test_a_hopper_is_known_by_a_word_of_its_name(device, expected):
         assert planner.longest_chunk(inputs, strategy) == expected
 
 
-SKIPS = {"skip_zero_upstream": True}
-
-
 @pytest.mark.parametrize(
     ("strategy", "others", "expected"),
     [
@@ -183,17 +180,6 @@ SKIPS = {"skip_zero_upstream": True}
         ("grad_in_forward", {}, 4000 * 1000 + 4000 * 64 + 8 * 2000 * 4 + 2000 * 4 // 16 + 4 * 1000 * 64),
         # Its forward, with what the product leaves of each tile.
         ("store", {"wgrad_accumulator": "none"}, 10000 * 1000 + 8 * 2000 * 4 + 2000 * 4 // 16),
-        # By chunks, with a copy of a chunk's rows, their scaled hidden states, and the hidden states of all
-        # tokens with an upstream gradient; the sum in fp32 where it is returned.
-        ("store", SKIPS, 10000 * 1000 + 4000 * 1000 + 4000 * 64 + 10000 * 64),
-        (
-            "store",
-            {**SKIPS, "wgrad_accumulator": "returned"},
-            10000 * 1000 + 4000 * 1000 + 4000 * 64 + 10000 * 64 + 4 * 1000 * 64,
-        ),
-        ("recompute", SKIPS, 4000 * 1000 + 2000 * 4 // 16 + 10000 * 64),
-        # Rows of the logits are copied to where their gradients will be.
-        ("store", {**SKIPS, "logits_backend": "gemm_rows"}, 10000 * 1000 + 4000 * 1000 + 10000 * 64),
         ("store", {"logits_backend": "gemm_rows"}, 10000 * 1000 + 4000 * 1000),
         ("store", {"saves_logits": True}, 10000 * 1000 + 4000 * 1000),
         ("recompute", {"saves_logits": True}, 4000 * 1000 + 2000 * 4 // 16),
@@ -241,8 +227,6 @@ SUM = 4 * 1000 * 64
         # The head above on 2 ranks of the same V. Backwards: one gathered chunk waited for it, two are under
         # way, one is unreduced; three heads wait together. Measured is the rest: parallel/test_memory.py.
         ("recompute", {"num_parts": 2, "uses_in_flight": 3}, LOGITS + 6 * HIDDEN + MARKS + 64 * 5000),
-        # The chunk that waited is not read, and this rank's rows are half of five half chunks.
-        ("recompute", {"num_parts": 2, **SKIPS}, LOGITS + 4 * HIDDEN + MARKS + 5 * HIDDEN // 4),
         # Three ranks give 22 rows each; a chunk waits for its seal beside the next.
         (
             "store",

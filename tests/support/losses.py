@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass, field, replace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -16,7 +14,6 @@ from megatron_fused_ce import (
     fused_linear_token_outputs,
     fused_linear_topk_distillation,
     losses,
-    masked_tokens,
 )
 from megatron_fused_ce.losses import Pull, Rows, Scaled, Sum, Term
 from megatron_fused_ce.losses.outputs import OUTPUTS, differentiable_of
@@ -33,7 +30,7 @@ from megatron_fused_ce.scripts.lib.reference import (
     relative_error,
 )
 from tests.support.head import strategy_in_place
-from tests.support.op import gemm_flops, leaves
+from tests.support.op import leaves
 
 
 @dataclass(frozen=True)
@@ -286,10 +283,6 @@ def problem(
     return replace(made, config=config)
 
 
-#: GEMMs of a backward by a plain GEMM and row kernels; one of the scaled-exp GEMM's is none of torch's.
-NUM_GEMMS = {"store": 2, "recompute": 3}
-
-
 def compare(
     loss: Loss | dict[str, Term],
     inputs: HeadInputs,
@@ -297,20 +290,21 @@ def compare(
     operands: tuple[Tensor, Tensor] | None = None,
     whole: Any = lambda grad_hidden, grad_weight: (grad_hidden, grad_weight),
     group: dict[str, Any] | None = None,
-    share: float = 1.0,
     **options: Any,
 ) -> None:
     """One forward and its backwards, against fp64: of all outputs, of each alone, of all again.
 
     Args:
         operands, whole, group: of a rank: its leaves, their gradients' whole, the op's arguments.
-        share: of the tokens that have upstream gradients, of some or all outputs. Where it is below 1 the
-            backward leaves the others out of its GEMMs.
     """
     if not isinstance(loss, Loss):
         loss = Loss(terms=loss)
     hidden, weight = operands or leaves(inputs)
-    upstreams, counts = _upstreams(inputs, loss.with_gradient, share)
+    generator, largest = torch.Generator().manual_seed(5), inputs.grad_loss.abs().amax()
+    upstreams = {
+        name: largest * torch.randn(inputs.labels.shape, generator=generator).to(hidden.device)
+        for name in loss.with_gradient
+    }
     for name, term in (loss.terms or {}).items():
         if term.per_label:
             upstreams[name] = upstreams[name].unsqueeze(-1) * torch.linspace(-1, 1.5, loss.num_labels).to(
@@ -320,22 +314,15 @@ def compare(
     if strategy == "grad_in_forward":
         more["token_weights"] = next(iter(upstreams.values())) / 1.5
     with strategy_in_place(strategy) as named:
-        own = {"chunk_tokens": 20, **loss.options, **options, "skip_zero_upstream": share < 1}
+        own = {"chunk_tokens": 20, **loss.options, **options}
         inputs = replace(inputs, config=FusedCEConfig(named, **own))
         made = loss.ask(hidden, weight, inputs, config=inputs.config, **more)
     every = list(upstreams)
-    num_gemms = 2 if options.get("logits_backend") == "scaled_exp" else NUM_GEMMS.get(strategy)
-    counts_gemms = share < 1 and num_gemms is not None
     subsets = [every, *([name] for name in every if len(every) > 1), every]
     results = []
     for subset in subsets:
-        counter = gemm_flops() if counts_gemms else contextlib.nullcontext()
-        with counter as flops, patch.object(masked_tokens, "ROUND_TO", 1):
-            given = [made[name] for name in subset], (hidden, weight), [upstreams[name] for name in subset]
-            results.append(whole(*torch.autograd.grad(*given, retain_graph=True)))
-        if counts_gemms:
-            num_tokens = int(torch.stack([counts[name] for name in subset]).any(0).sum())
-            assert flops.get_total_flops() == num_gemms * num_tokens * 2 * weight.numel()
+        given = [made[name] for name in subset], (hidden, weight), [upstreams[name] for name in subset]
+        results.append(whole(*torch.autograd.grad(*given, retain_graph=True)))
     if strategy != "grad_in_forward":  # whose second backward makes them again
         assert all(torch.equal(one, other) for one, other in zip(results[0], results[-1], strict=True))
     for subset, grads in zip(subsets, results, strict=True):
@@ -352,23 +339,6 @@ def compare(
         assert not made["loss"][inputs.labels == inputs.config.ignore_index].any()
     for name, value in made.items():
         assert_output(name, value.detach(), outputs, of_eager, inputs)
-
-
-def _upstreams(
-    inputs: HeadInputs, names: list[str], share: float
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Upstream gradients ``[b, s]`` of outputs, 0 or -0.0 for all but a share of the tokens; where they are
-    not."""
-    generator = torch.Generator().manual_seed(5)
-    drawn = [torch.randn(inputs.labels.shape, generator=generator) for _ in names]
-    kept = [torch.rand(inputs.labels.shape, generator=generator) < share for _ in names]
-    device = inputs.labels.device
-    given = {
-        name: inputs.grad_loss.abs().amax() * of.where(here, -0.0 * of).to(device)
-        for name, of, here in zip(names, drawn, kept, strict=True)
-    }
-    counted = inputs.labels != inputs.config.ignore_index
-    return given, {name: here.to(device) & counted for name, here in zip(names, kept, strict=True)}
 
 
 def assert_within(name: str, value: Tensor, true: Tensor, eager: Tensor, dtype: torch.dtype) -> None:

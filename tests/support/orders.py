@@ -175,8 +175,6 @@ ASKED = {
     "rounded": {"logit_precision": "activations"},
     "all-reduced": {"merge": "all_reduce"},
     "skipped": {"skip_masked": True},
-    "skipped in the backward": {"skip_zero_upstream": True},
-    "skipped in the backward, scaled-exp GEMM": {"skip_zero_upstream": True, "logits_backend": "scaled_exp"},
     "row kernels": {},
     "scaled-exp GEMM": {"logits_backend": "scaled_exp"},
     "argmax": {},
@@ -189,8 +187,6 @@ ASKED["all"] = {**ASKED["all"], "true_vocab_size": 37}
 
 def filled(asked: str, strategy: str, value: float, **where) -> list[torch.Tensor]:
     """Results and gradients of a step in which all fresh memory holds ``value``."""
-    if "skip_zero_upstream" in ASKED[asked] and strategy == "grad_in_forward":
-        strategy = "auto"  # refused by name
     head = MicroBatch(strategy, 0, **where, **ASKED[asked])
     if "skipped" in asked:
         head.upstream[:, 2:5] = 0.0

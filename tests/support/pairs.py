@@ -35,9 +35,6 @@ SCALED_EXP_OPTIONS: dict[str, dict[str, Any]] = {
     "all": {"z_loss": 1e-3, "logit_softcap": 30.0, "true_vocab_size": 45, "ignore_index": -100},
 }
 
-#: What needs the upstream gradients as they are.
-UPSTREAM_NOT_KNOWN = {("skip_zero_upstream", True), ("skips", "zero upstream")}
-
 LAYOUT = {
     "strategy": STRATEGIES,
     "backend": ("gemm_rows", "scaled_exp"),
@@ -45,7 +42,6 @@ LAYOUT = {
     "merge": ("packed", "all_reduce"),
     "shards": ("equal", "unequal"),
     "skip_masked": (False, True),
-    "skip_zero_upstream": (False, True),
     #: Two, four or six chunks and more: a ring of buffers has room for three.
     "chunk_tokens": (40, 20, 12),
 }
@@ -92,7 +88,7 @@ AXES: dict[str, dict[str, tuple[Any, ...]]] = {
         "teacher_sequence_parallel": (False, True),
         "merge": ("packed", "all_reduce"),
         "shards": ("equal", "unequal"),
-        "skips": ("nothing", "masked", "zero upstream"),
+        "skips": ("nothing", "masked"),
         "chunk_tokens": (40, 12),
         "dtype": DTYPES,
     },
@@ -102,8 +98,6 @@ AXES: dict[str, dict[str, tuple[Any, ...]]] = {
 def allowed(a: tuple[str, Any], b: tuple[str, Any]) -> bool:
     """Whether two values of two axes may meet."""
     both = {a, b}
-    if ("strategy", "grad_in_forward") in both and both & UPSTREAM_NOT_KNOWN:
-        return False  # refused: the upstream gradients are not known in the forward
     if ("backend", "scaled_exp") in both:
         ((axis, value),) = both - {("backend", "scaled_exp")}
         # fp32 is the interpreter's; on GPUs the case runs in bf16.

@@ -88,7 +88,7 @@ def test_log_probabilities(tmp_path):
     code, rows = bench(tmp_path, "--preset=rl", *HEAD)
     assert code == 0 and [*rows][-2:] == [f"{count} kept ids" for count in rl.KEPT]
     assert {"entropy, store", "temperature per token, store", "64 labels, recompute"} < set(rows)
-    assert rows["upstream of 20% of the tokens, store"]["over_log_prob"] > 0
+    assert rows["half of the tokens active, store"]["over_log_prob"] > 0
     for name, row in rows.items():
         if name.startswith(rl.VERL):
             assert row["error"] == "needs a CUDA device" and row["time_ms"] is None
