@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any
@@ -18,14 +17,12 @@ from megatron_fused_ce.backward import (
     Saved,
     SavedChunk,
     backward,
-    for_later,
     scale_precomputed,
 )
 from megatron_fused_ce.call import CallSpec, Context, NeedsGrad
 from megatron_fused_ce.forward import forward
 from megatron_fused_ce.loss import Upstream
 from megatron_fused_ce.masked_tokens import Kept
-from megatron_fused_ce.parallel import VocabParallel
 from megatron_fused_ce.promise import Verdict
 from megatron_fused_ce.targets import Targets, labels_first
 from megatron_fused_ce.wgrad import OpenedAccumulators
@@ -178,10 +175,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
             made = None
         accumulators = OpenedAccumulators(ctx.context.open_grad_weight)
         context: Context = ctx.context._replace(open_grad_weight=accumulators)
-        later = context.later if wants_weight else None
-        if later is not None and not later.has_room:
-            later = None
-        needs_grad = NeedsGrad(wants_hidden, wants_weight and later is None)
+        needs_grad = NeedsGrad(wants_hidden, wants_weight)
         lost = None
         if kept is not None:
             lost = kept.count_lost(upstream)
@@ -203,18 +197,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
                 promise.count(result is not None)
             if result is None:
                 saved = Saved(tuple(map(SavedChunk._make, saved_chunks)), *rest)
-                result = None, None
-                if any(needs_grad):
-                    result = backward(context, hidden, weight, saved, upstream, needs_grad)
-                if later is not None:
-                    waits, kept_for_it = for_later(context, saved)
-                    # Copies: a caller may have given its own buffer, to be filled again.
-                    given = upstream.map(torch.clone)
-                    make = partial(
-                        backward, waits, hidden, weight, kept_for_it, given, NeedsGrad(False, True)
-                    )
-                    later.put(partial(_make_grad_weight, make, accumulators, spec.comm, device))
-                    result = result[0], accumulators(weight, 0, False).close(None)
+                result = backward(context, hidden, weight, saved, upstream, needs_grad)
         grad_hidden, grad_weight = result
         if grad_hidden is not None:
             if kept is not None:
@@ -223,14 +206,6 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
                     kept.spoil_rows_(grad_hidden, of_all, spec.comm.part)
             grad_hidden = grad_hidden.view(ctx.hidden_shape)
         return grad_hidden, grad_weight, *no_others
-
-
-def _make_grad_weight(
-    make: Callable[[], object], accumulators: OpenedAccumulators, comm: VocabParallel, device: torch.device
-) -> None:
-    """What a backward left for later."""
-    with accumulators.or_abandoned(comm, device), torch.no_grad():
-        make()
 
 
 def _of_all_tokens(of_kept: Tensor, kept: Kept | None) -> Tensor:

@@ -18,7 +18,6 @@ A chunk of the first loop, step by step (the second has step 5 once, at the end)
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -93,16 +92,6 @@ def backward(
     at_once = saved.matrix is not None and needs_grad.weight
     loop = _at_once if at_once else _by_chunks
     return loop(context, hidden, weight, saved, upstream, inv_scale, needs_grad)
-
-
-def for_later(context: Context, saved: Saved) -> tuple[Context, Saved]:
-    """What a backward of ``grad_weight`` alone keeps while it waits: :attr:`.Plan.keeps_logits`."""
-    saved, spec = saved._replace(last_hidden=None), context.spec
-    if spec.plan.keeps_logits:
-        return context, saved
-    plan = replace(spec.plan, strategy="recompute", stored_chunks=0, wgrad_at_once=False)
-    chunks = tuple(chunk._replace(matrix=None, row_scale=None) for chunk in saved.chunks)
-    return context._replace(spec=spec._replace(plan=plan)), saved._replace(chunks=chunks, matrix=None)
 
 
 def _by_chunks(

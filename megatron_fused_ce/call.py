@@ -43,7 +43,7 @@ from megatron_fused_ce.parallel import (
 )
 from megatron_fused_ce.promise import UNNAMED, Head, broken_promise
 from megatron_fused_ce.validation import check_call, check_requested, check_temperature
-from megatron_fused_ce.wgrad import Later, OpenGradWeight, ReturnedGradWeight, kind_of
+from megatron_fused_ce.wgrad import OpenGradWeight, ReturnedGradWeight, kind_of
 
 DEFAULT_CONFIG = FusedCEConfig()
 
@@ -159,11 +159,8 @@ class Call(NamedTuple):
     unmasked: HostCopy | None = None
     #: makes the wgrad accumulator (:mod:`.wgrad`)
     open_grad_weight: OpenGradWeight = ReturnedGradWeight
-    #: where a backward leaves ``grad_weight`` to be made; with accumulators that add to a ``main_grad``
-    later: Later | None = None
-    #: calls that wait for their backward together, and those that wait in ``later``, for plans of memory
+    #: calls that wait for their backward together, for plans of memory
     uses_in_flight: int = 1
-    uses_later: int = 0
     #: whose calls these are; heads of different weights, or of different losses, are best told apart
     head: Head = UNNAMED
 
@@ -245,8 +242,8 @@ class CallSpec(NamedTuple):
 
     @property
     def remakes_logits(self) -> bool:
-        """Whether a backward, or what it leaves for later, may read labels and statistics for them."""
-        return self.plan.strategy != "store" or not self.plan.keeps_logits
+        """Whether a backward may read labels and statistics for them."""
+        return self.plan.strategy != "store"
 
     @property
     def wgrad_at_once(self) -> bool:
@@ -272,7 +269,6 @@ class Context(NamedTuple):
     #: the spec's, or fewer where masked tokens are skipped
     chunks: tuple[Chunk, ...]
     open_grad_weight: OpenGradWeight
-    later: Later | None
 
     @property
     def num_tokens(self) -> int:
@@ -596,15 +592,12 @@ def _plan(
         num_parts=comm.num_parts,
         tp_size=comm.size,
         wgrad_accumulator=head_bytes.WGRAD_ACCUMULATORS[settled.facts["wgrad_accumulator"]],
-        token_weights_known=in_forward
-        and call.token_weights is not None
-        and not (call.differentiable or call.later is not None),
+        token_weights_known=in_forward and call.token_weights is not None and not call.differentiable,
         promise_broken=promise_broken,
         logits_backend=logits.name,
         saves_logits=logits.saves_logits,
         device=_DEVICES[settled.facts["device"]],
         uses_in_flight=call.uses_in_flight,
-        uses_later=0 if call.later is None else call.uses_later,
         **call.other_targets.in_plan(),
     )
     return planner.plan(inputs)

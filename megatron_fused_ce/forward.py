@@ -247,9 +247,8 @@ class _Save:
             with phase("statistics"):
                 row_scale = spec.logits.finalize(scored.logits, scored.targets, scored.scores, merged)
             matrix = scored.logits if self._matrix is None else None  # else saved with all others
-        again = row_scale is None or spec.remakes_logits
-        terms = spec.form.saved(merged) if again else None
-        labels = scored.targets.labels if again else None
+        terms = None if row_scale is not None else spec.form.saved(merged)
+        labels = None if row_scale is not None else scored.targets.labels
         self._saved.append(SavedChunk(labels, matrix, row_scale, terms))
 
     def finish(self, last_hidden: Tensor | None) -> tuple[Saved, None]:

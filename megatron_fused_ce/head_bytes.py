@@ -98,8 +98,6 @@ class PlanInputs:
     #: uses of the head whose forwards all come before the backwards: 1, and one for each depth of multi-token
     #: prediction
     uses_in_flight: int = 1
-    #: other uses whose ``grad_weight`` waits, after their backwards (:class:`.wgrad.Later`)
-    uses_later: int = 0
     #: labels of a token, where there are several; 0 for one
     labels_per_token: int = 0
     #: ``H_t`` of a teacher beside the head, and the bytes of its numbers; 0 for none
@@ -122,7 +120,6 @@ class PlanInputs:
             "num_parts",
             "tp_size",
             "uses_in_flight",
-            "uses_later",
             "labels_per_token",
             "teacher_hidden_size",
         ):
@@ -198,8 +195,6 @@ class Memory(NamedTuple):
     sampled_rows: int = 0
     #: labels, statistics, loss
     token_floats: int = 0
-    #: of uses whose ``grad_weight`` waits: hidden states, floats a token, and logits where these are kept
-    later: int = 0
     #: cuBLAS's
     workspace: int = 0
     #: the allocator's rounding, at most, of saved and of chunk buffers
@@ -344,13 +339,6 @@ def _waiting(inputs: PlanInputs, count: int, stored_chunks: int) -> int:
     if inputs.promise_broken:
         return 0  # Plan.saves_last_hidden
     return int(count > 0 and (inputs.wgrad_accumulator != "none" or stored_chunks < count))
-
-
-def later_bytes(inputs: PlanInputs, memory: Memory, keeps_logits: bool) -> int:
-    """:attr:`Memory.later`, of a plan with this ``memory``."""
-    of_tokens = (TOKEN_BYTES + LABEL_BYTES * inputs.labels_per_token) * inputs.num_tokens
-    logits = memory.kept_logits // inputs.uses_in_flight * keeps_logits
-    return inputs.uses_later * (_own_hidden_bytes(inputs) + of_tokens + logits)
 
 
 def kept_bytes(inputs: PlanInputs, stored_tokens: int) -> int:

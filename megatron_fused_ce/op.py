@@ -569,7 +569,7 @@ def linear_cross_entropy(call: Call) -> HeadOutputs:
         if kept is not None:
             # The plan and the buffers are those of all tokens: the same in every step.
             chunks = first_tokens(chunks, kept.tokens.shape[1])
-        context = Context(spec, chunks, call.open_grad_weight, call.later)
+        context = Context(spec, chunks, call.open_grad_weight)
         in_batch = tuple(call.labels.shape) if call.labels.dim() == 2 else None
         *per_token, local_max, local_argmax = FusedLinearCrossEntropy.apply(
             call.hidden, call.weight, targets, context, kept, in_batch

@@ -25,7 +25,6 @@ from megatron_fused_ce.head_bytes import (
     Memory,
     PlanInputs,
     kept_bytes,
-    later_bytes,
     peak_memory,
     size_in_words,
     stored_tokens_of,
@@ -117,8 +116,6 @@ class Plan:
     #: states of all tokens are held beside E.
     wgrad_at_once: bool
     memory: Memory
-    #: Whether uses whose ``grad_weight`` waits keep the logits of stored chunks; else these are made again.
-    keeps_logits: bool = field(default=True, kw_only=True)
     #: Predicted time of forward and backward over that of the three GEMMs into the same wgrad accumulator
     #: (two for a frozen weight). It ranks strategies, to a few percent on an H200 in bf16.
     relative_time: float
@@ -181,22 +178,7 @@ def plan(inputs: PlanInputs) -> Plan:
     chosen = _fastest(inputs, budget) or min(
         _options(inputs, budget), key=lambda option: (option.predicted_peak_bytes, option.relative_time)
     )
-    return _chosen(inputs, chosen, budget)
-
-
-def _chosen(inputs: PlanInputs, option: Plan, budget: int) -> Plan:
-    """``option``, which was chosen for the budget.
-
-    What uses keep whose ``grad_weight`` waits is counted beside it: their logits where the budget has room
-    for them, else nothing that Megatron would not keep, at a GEMM more in the pipeline's bubble.
-    """
-    if inputs.uses_later:
-        memory = option.memory
-        with_logits = memory.total + later_bytes(inputs, memory, True)
-        keeps = option.stored_chunks > 0 and with_logits <= budget
-        memory = memory._replace(later=later_bytes(inputs, memory, keeps))
-        option = replace(option, keeps_logits=keeps, memory=memory)
-    return replace(option, chosen_for=inputs)
+    return replace(chosen, chosen_for=inputs)
 
 
 def _after_a_broken_promise(inputs: PlanInputs) -> Plan:
@@ -411,11 +393,11 @@ def budget_bytes(inputs: PlanInputs) -> int:
 def _by_name(inputs: PlanInputs) -> Plan:
     options = _pure_options(inputs, inputs.config.strategy, SHORTEST_CHUNK)
     if inputs.config.memory_mb is None:
-        return _chosen(inputs, next(options), budget_bytes(inputs))
+        return replace(next(options), chosen_for=inputs)
     every = list(options)
     fitting = [o for o in every if o.predicted_peak_bytes <= inputs.config.memory_mb * MIB]
     if fitting:
-        return _chosen(inputs, min(fitting, key=_rank), budget_bytes(inputs))
+        return replace(min(fitting, key=_rank), chosen_for=inputs)
     least = min(every, key=lambda option: option.predicted_peak_bytes)
     needed = -(-least.predicted_peak_bytes // MIB)
     shorter = ", ask for shorter chunks" if _chunks_asked(inputs) else ""

@@ -77,39 +77,6 @@ class OpenedAccumulators:
             raise
 
 
-class Later:
-    """Backwards that make ``grad_weight`` alone, in the order of their calls, until :meth:`drain` runs them.
-
-    Each keeps what the call has saved: its logits, or hidden states and some floats a token.
-    """
-
-    def __init__(self, limit: int) -> None:
-        #: of calls that wait; 0 for none
-        self.limit = limit
-        self._waiting: list[Callable[[], object]] = []
-
-    def __repr__(self) -> str:
-        return f"Later({self.limit})"
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    @property
-    def has_room(self) -> bool:
-        return not self.limit or len(self._waiting) < self.limit
-
-    def put(self, make: Callable[[], object]) -> None:
-        self._waiting.append(make)
-
-    def drain(self) -> None:
-        """Collectives: per call those of :func:`.backward.backward` for ``grad_weight`` alone."""
-        while self._waiting:
-            self._waiting.pop(0)()
-
-    def clear(self) -> None:
-        self._waiting.clear()
-
-
 def kind_of(open_grad_weight: OpenGradWeight) -> str:
     """Name in ``head_bytes.WGRAD_ACCUMULATORS``, for the memory plan: the function's attribute ``kind``."""
     return str(getattr(open_grad_weight, "kind", "returned"))

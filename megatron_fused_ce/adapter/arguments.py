@@ -141,11 +141,6 @@ def _add_common(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="skip the GEMMs of tokens whose loss_mask is 0",
     )
-    group.add_argument(
-        "--fused-ce-log-accuracy",
-        action="store_true",
-        help="log the token accuracy beside the lm loss, in training and evaluation",
-    )
 
 
 def _add_advanced(group: argparse._ArgumentGroup) -> None:
@@ -259,11 +254,6 @@ def _true_vocab_size() -> int:
             "megatron_fused_ce.enable()"
         )
     return size
-
-
-def logs_accuracy(args: Any) -> bool:
-    """Whether parsed arguments turn on the accuracy."""
-    return bool(getattr(args, "fused_ce_log_accuracy", False))
 
 
 def trusted(args: Any) -> frozenset[str]:

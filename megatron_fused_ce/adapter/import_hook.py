@@ -2,9 +2,8 @@
 
 Independent of the order on ``sys.path`` and of when Megatron is imported: a module that is there
 already is patched at once, any other when its import ends. Patched are the argument parser (the flags), the
-language module (the hook points in the model), the schedules (the accuracy, deferred weight gradients),
-``rl_utils`` and ``Float16Module`` (log-probabilities without logits), and ModelOpt's plugin for Megatron
-(distillation).
+language module (the hook points in the model), the schedules (deferred weight gradients), ``rl_utils`` and
+``Float16Module`` (log-probabilities without logits), and ModelOpt's plugin for Megatron (distillation).
 """
 
 from __future__ import annotations

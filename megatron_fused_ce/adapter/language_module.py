@@ -5,34 +5,26 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import wraps
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_fused_ce.adapter import (
-    accuracy,
     arguments,
     consumer,
+    deferred_wgrad,
     forms,
     report,
     stock_path,
     token_weights,
 )
 from megatron_fused_ce.adapter.deferred_logits import DeferredLogits
-from megatron_fused_ce.adapter.switch import active_config, logs_accuracy
+from megatron_fused_ce.adapter.switch import active_config
 from megatron_fused_ce.config import FusedCEConfig
 
-
-class Adopted(NamedTuple):
-    """What a fused model remembers by itself: its output layer may be wrapped or replaced later."""
-
-    config: FusedCEConfig
-    log_accuracy: bool
-
-
-#: The attribute of a model seen by the set-up below: :class:`Adopted`, or None where its head stays with
-#: Megatron. A copy of the model has it, too.
+#: The attribute of a model seen by the set-up below: the head's config, or None where it stays with Megatron.
+#: The model's own, since its output layer may be wrapped or replaced later; a copy of the model has it, too.
 ADOPTED = "fused_ce_adopted"
 _TAKES_LOGITS = "the loss of this call takes real logits"
 
@@ -54,7 +46,7 @@ def patch(module: ModuleType) -> None:
             return  # called again, as Megatron-Bridge does
         setattr(self, ADOPTED, None)
         if config is not None and self.post_process and hasattr(self, "output_layer"):
-            adopt_output_layer(self, config, logs_accuracy())
+            adopt_output_layer(self, config)
 
     @wraps(stock_loss)
     def compute_language_model_loss(self: Any, labels: Tensor, logits: Any) -> Tensor:
@@ -64,9 +56,9 @@ def patch(module: ModuleType) -> None:
             # Multi-token prediction in get_logprobs (since 0.19) gives logits of the whole vocabulary to a
             # loss for one rank's part. The result is Megatron's own.
             logits = logits.materialise()
-        adopted: Adopted | None = getattr(self, ADOPTED, None)
+        adopted: FusedCEConfig | None = getattr(self, ADOPTED, None)
         if adopted is not None:
-            stock_path.refuse_options(adopted.config, _TAKES_LOGITS)
+            stock_path.refuse_options(adopted, _TAKES_LOGITS)
         elif hasattr(self, "output_layer") and not hasattr(self, ADOPTED):
             config = active_config()
             if config is not None:
@@ -74,8 +66,6 @@ def patch(module: ModuleType) -> None:
                 early = "it was built before megatron_fused_ce.enable(): call that before the model is built"
                 report.left_to_megatron(self, early)
         loss: Tensor = stock_loss(self, labels, logits)
-        if adopted is not None and adopted.log_accuracy:
-            accuracy.remember(loss, None, _TAKES_LOGITS, self.pg_collection.tp.rank())
         return loss
 
     language_module.setup_embeddings_and_output_layer = setup_embeddings_and_output_layer
@@ -85,15 +75,14 @@ def patch(module: ModuleType) -> None:
     language_module.compute_language_model_loss = compute_language_model_loss
 
 
-def adopt_output_layer(model: Any, config: FusedCEConfig, log_accuracy: bool, joined: bool = False) -> None:
+def adopt_output_layer(model: Any, config: FusedCEConfig, joined: bool = False) -> None:
     """Defer the logits of this model's head, or log why not.
 
     Args:
         joined: see :func:`.stock_path.reason_at_build`.
 
     Raises:
-        ValueError: an option is on but the head stays with Megatron; the accuracy is on but the loss mask or
-        the schedules' function is missing.
+        ValueError: an option is on but the head stays with Megatron.
     """
     from megatron_fused_ce.adapter.output_layer import ColumnParallelLinear
 
@@ -101,27 +90,22 @@ def adopt_output_layer(model: Any, config: FusedCEConfig, log_accuracy: bool, jo
     reason = stock_path.reason_at_build(model, args, joined)
     if reason is not None:
         stock_path.refuse_options(config, reason)
-        if log_accuracy:
-            stock_path.refuse_accuracy(f"the head would stay on Megatron's own path: {reason}")
         if reason == stock_path.OF_DISTILLATION:
             report.waits_for_modelopt(model)
         else:
             report.left_to_megatron(model, reason)
         return
     kind = getattr(model, "original_cls", type(model))  # under ModelOpt's own
-    takes_mask = token_weights.remember_calls(kind)
+    token_weights.remember_calls(kind)
     consumer.learn(kind)
-    missing = accuracy.reason_at_build(takes_mask) if log_accuracy else None
-    if missing is not None:
-        stock_path.refuse_accuracy(missing)
+    deferred_wgrad.turn_off(model.output_layer)
     ColumnParallelLinear.adopt(
         model.output_layer,
         of_layer(config, model.output_layer),
         with_argmax=_counts_mtp_acceptance(model.config),
-        log_accuracy=log_accuracy,
         model=kind.__name__,
     )
-    setattr(model, ADOPTED, Adopted(config, log_accuracy))
+    setattr(model, ADOPTED, config)
     report.adopted(model, args, has_plan=not joined)
 
 

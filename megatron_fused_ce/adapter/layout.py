@@ -16,8 +16,7 @@ from megatron_fused_ce import versions
 from megatron_fused_ce.adapter import arguments
 from megatron_fused_ce.adapter.forms import LANGUAGE_MODULE
 
-#: Module -> names in it that must be there. Only ``--fused-ce-log-accuracy`` needs the schedules' function,
-#: and torch's own hook covers the optimizers.
+#: Module -> names in it that must be there.
 HOOK_POINTS = {
     "megatron.training.arguments": ("add_megatron_arguments",),
     LANGUAGE_MODULE: (

@@ -29,7 +29,7 @@ from megatron_fused_ce.adapter import (
 from megatron_fused_ce.adapter.consumer import name_of
 from megatron_fused_ce.adapter.deferred_logits import DeferredLogits
 from megatron_fused_ce.adapter.import_hook import replace_everywhere
-from megatron_fused_ce.adapter.switch import active_config, logs_accuracy
+from megatron_fused_ce.adapter.switch import active_config
 
 
 def patch(module: Any) -> None:
@@ -100,7 +100,7 @@ def _join(model: Any, loss_class: Any, stock_forward: Callable[..., Any]) -> Non
         return
     for side in (model, model.teacher_model):
         if getattr(side, language_module.ADOPTED, None) is None:
-            language_module.adopt_output_layer(side, config, logs_accuracy(), joined=True)
+            language_module.adopt_output_layer(side, config, joined=True)
         side.output_layer.fused_ce_joined = True
 
 

@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel import layers
 from torch import Tensor
 
 from megatron_fused_ce import batch_invariant
-from megatron_fused_ce.adapter import accuracy, deferred_logits, deferred_wgrad, report, stock_path
+from megatron_fused_ce.adapter import deferred_logits, report, stock_path
 from megatron_fused_ce.adapter.consumer import model_of, name_of
 from megatron_fused_ce.adapter.deferred_logits import DeferredLogits, LossAndArgmax
 from megatron_fused_ce.adapter.main_grad import open_grad_weight_for
@@ -44,12 +44,11 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
     fused_ce_config: FusedCEConfig
     fused_ce_sequence_parallel: bool
     fused_ce_with_argmax: bool
-    fused_ce_log_accuracy: bool
     fused_ce_model: str  # name of its class
     fused_ce_joined = False  # a student's with its teacher's, by ModelOpt (adapter/modelopt.py)
 
     @staticmethod
-    def adopt(layer: Any, config: FusedCEConfig, with_argmax: bool, log_accuracy: bool, model: str) -> None:
+    def adopt(layer: Any, config: FusedCEConfig, with_argmax: bool, model: str) -> None:
         """Make a stock layer, or one of a known subclass, defer its logits from now on.
 
         Its new attributes can be copied and pickled with the model.
@@ -59,7 +58,6 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
         layer.fused_ce_config = config
         layer.fused_ce_sequence_parallel = layer.sequence_parallel
         layer.fused_ce_with_argmax = with_argmax
-        layer.fused_ce_log_accuracy = log_accuracy
         layer.fused_ce_model = model
 
     def __call__(
@@ -163,10 +161,6 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
                 "the fused head's own argument did not reach its forward: a hook of the output layer, or "
                 "something wrapped around it, drops arguments that it does not know"
             )
-        if self.fused_ce_log_accuracy and isinstance(request, _LossRequest):
-            ignore_index, token_weights = self.fused_ce_config.ignore_index, request.token_weights
-            counts = accuracy.count(request.labels, token_weights, request.correct, ignore_index)
-            accuracy.remember(loss, counts, token_weights.unknown, self.tp_group.rank())
         return loss  # type: ignore[no-any-return]
 
     def fused_log_probs(
@@ -225,8 +219,7 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
     def stock_logits(self, deferred: DeferredLogits) -> Tensor:
         """Real logits ``[s, b, V]``, by Megatron's own forward."""
         gathers = deferred.gathered or None
-        at_once = deferred_wgrad.at_once(self.config)
-        with self._as_called(deferred) as weight, _nothing_kept(self), at_once:
+        with self._as_called(deferred) as weight, _nothing_kept(self):
             logits, _ = super().__call__(deferred.hidden, weight=weight, runtime_gather_output=gathers)
         return logits  # type: ignore[no-any-return]
 
@@ -290,7 +283,6 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
             made = batch_invariant.log_probs(call, self.fused_ce_log_probs_in_fp32).neg()
             inactive = None if fused_ce_request.active is None else ~fused_ce_request.active
             return made if inactive is None else made.masked_fill(inactive, 0.0), None
-        counts_correct = self.fused_ce_log_accuracy and token_weights.values is not None
         config = self._config_of_call(fused_ce_request.config, token_weights, entropy)
         active = fused_ce_request.active
         if fused_ce_request.sets is not None:
@@ -314,15 +306,13 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
                 token_weights,
                 config,
                 active_mask=active is not None,
-                outputs=(("correct",) if counts_correct else ())
-                + (("entropy",) if entropy != "none" else ()),
+                outputs=("entropy",) if entropy != "none" else (),
                 differentiable=("entropy",) if entropy == "differentiable" else (),
                 with_argmax=self.fused_ce_with_argmax and self.training,
                 head=_head_of(self),
             )
         )
         report.evaluation_once(self, input_, out.plan, out.why_not_scaled_exp)
-        fused_ce_request.correct = out.outputs.get("correct")
         fused_ce_request.made_entropy = out.outputs.get("entropy")
         if out.local_max is not None and out.local_argmax is not None:
             in_sequence = labels.t().shape  # [s, b]
@@ -340,11 +330,6 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
         **more: Any,
     ) -> Call:
         """A call with all that follows from the layer and its token weights."""
-        open_grad_weight = open_grad_weight_for(weight, self.gradient_accumulation_fusion)
-        later = deferred_wgrad.later_of(self, open_grad_weight)
-        if later is not None:
-            waits = "grad_weight is to wait for the pipeline's bubble (--defer-embedding-wgrad-compute)"
-            config = self._not_in_forward(config, waits)
         return Call(
             hidden,
             weight,
@@ -355,10 +340,8 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
             token_weights=token_weights.values,
             vocab_start=self.tp_group.rank() * self.output_size_per_partition,
             unmasked=token_weights.unmasked(),
-            open_grad_weight=open_grad_weight,
-            later=later,
+            open_grad_weight=open_grad_weight_for(weight, self.gradient_accumulation_fusion),
             uses_in_flight=1 + (getattr(self.config, "mtp_num_layers", None) or 0),
-            uses_later=deferred_wgrad.calls_later(self.config),
             **more,
         )
 
@@ -400,18 +383,13 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
         """The layer's config for one call: ``grad_in_forward`` only if the token weights are known."""
         if entropy == "differentiable":
             config = unrounded(config)
-        if token_weights.values is not None:
-            return config
-        return self._not_in_forward(
-            config, f"token weights are not known in the forward: {token_weights.unknown}"
-        )
-
-    def _not_in_forward(self, config: FusedCEConfig, why: str) -> FusedCEConfig:
-        if config.strategy != "grad_in_forward":
+        if config.strategy != "grad_in_forward" or token_weights.values is not None:
             return config
         if torch.is_grad_enabled():
             report.say_once(
-                self.tp_group.rank(), f"strategy auto instead of grad_in_forward for a head whose {why}"
+                self.tp_group.rank(),
+                "strategy auto instead of grad_in_forward for a head whose token weights are not known in "
+                f"the forward: {token_weights.unknown}",
             )
         return replace(config, strategy="auto")
 
@@ -541,7 +519,7 @@ def _softcap_of(layer: Any, forward: Any) -> float | None:
 
 @dataclass(eq=False)
 class _LossRequest:
-    """Carries labels in, argmax, accuracy and entropy out of ``nn.Module.__call__``, as one argument."""
+    """Carries labels in, argmax and entropy out of ``nn.Module.__call__``, as one argument."""
 
     config: FusedCEConfig
     labels: Tensor
@@ -554,7 +532,6 @@ class _LossRequest:
     made_entropy: Tensor | None = None
     local_max: Tensor | None = None
     local_argmax: Tensor | None = None
-    correct: Tensor | None = None
 
 
 @dataclass(eq=False)

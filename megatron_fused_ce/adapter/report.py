@@ -106,8 +106,6 @@ def adopted(model: Any, megatron_args: Any, has_plan: bool = True) -> None:
             f"get_logprobs makes no logits; its log-probabilities are {of_logits} on every pipeline "
             "stage, as without the flag; generation stays on Megatron's own path",
         )
-    from megatron_fused_ce.adapter.deferred_wgrad import MAIN_GRADS, calls_later
-
     if has_plan and all(hasattr(megatron_args, name) for name in ("seq_length", "micro_batch_size")):
         context_parallel = getattr(megatron_args, "context_parallel_size", 1) or 1
         tokens = megatron_args.seq_length * megatron_args.micro_batch_size // context_parallel
@@ -117,9 +115,6 @@ def adopted(model: Any, megatron_args: Any, has_plan: bool = True) -> None:
         rows = hidden.expand(layer.output_size_per_partition, -1)
         backend, why = choose(layer.fused_ce_config, hidden, rows)
         tp_size = layer.tp_group.size()
-        accumulator = _wgrad_accumulator_to_be(layer, weight, megatron_args)
-        # The first call knows the rest: deferred_wgrad.later_of.
-        early = accumulator not in MAIN_GRADS or getattr(megatron_args, "overlap_grad_reduce", False)
         inputs = PlanInputs(
             config=layer.fused_ce_config,
             num_tokens=tokens,
@@ -128,13 +123,12 @@ def adopted(model: Any, megatron_args: Any, has_plan: bool = True) -> None:
             dtype=str(hidden.dtype).removeprefix("torch."),
             num_parts=tp_size if layer.sequence_parallel else 1,
             tp_size=tp_size,
-            wgrad_accumulator=accumulator,
+            wgrad_accumulator=_wgrad_accumulator_to_be(layer, weight, megatron_args),
             logits_backend=backend.name,
             device=device_in_plans(device),
             # As pretrain_gpt.py and train_rl.py call their models; the first evaluation corrects it.
             token_weights_known=not trains_by_rl,
             uses_in_flight=1 + (getattr(model.config, "mtp_num_layers", None) or 0),
-            uses_later=0 if early else calls_later(model.config),
         )
         layer._fused_ce_expected = plan(inputs)
         _say_plan(layer, layer._fused_ce_expected, _stock_words(layer, tokens, hidden.dtype), why)
@@ -202,9 +196,6 @@ def _say_plan(layer: Any, chosen: Plan, of_stock: str, why_not: str, before: str
         notes.append("masked tokens are skipped, the sizes are for none")
     if config.loss_options:
         notes.append(f"loss with {config.loss_options}")
-    if chosen.memory.later:
-        kept = "their logits" if chosen.keeps_logits else "hidden states and some floats a token"
-        notes.append(f"grad_weight waits for the pipeline's bubble, until when calls keep {kept}")
     if notes:
         say(f"why: {'; '.join(notes)}" if config.strategy == "auto" else "; ".join(notes))
 

@@ -10,14 +10,13 @@ import operator
 import sys
 from collections.abc import Iterator
 from types import FrameType, FunctionType, MethodType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from megatron_fused_ce.adapter import (
     consumer,
     deferred_logits,
-    deferred_wgrad,
     forms,
     layout,
     report,
@@ -201,7 +200,6 @@ def _passes_on(layer: Any) -> bool:
 def _always(layer: Any, config: Any) -> tuple[tuple[bool, str], ...]:
     """What no head of this package serves, whatever it is asked for."""
     output_dtype = getattr(layer, "output_dtype", None)
-    deferred = deferred_wgrad.reason_at_build(config)
     return (
         *_of_layer(layer),
         (
@@ -209,7 +207,6 @@ def _always(layer: Any, config: Any) -> tuple[tuple[bool, str], ...]:
             f"--output-logit-dtype asks for {output_dtype} logits",
         ),
         (getattr(layer, "gtp_remat_size", 1) > 1, "its weight is sharded by gtp_remat"),
-        (bool(deferred), deferred),
     )
 
 
@@ -307,14 +304,6 @@ def why_unknown_log_softmax(form: forms.Form, function: Any, layer: Any) -> str:
         return forms.in_words([form], newer + f"and not taken for the same ({why})")
     report.say_once(layer.tp_group.rank(), f"{form.name} {newer}equal on a trial")
     return ""
-
-
-def refuse_accuracy(reason: str) -> NoReturn:
-    """Raises ``ValueError``: the accuracy is on, but this model's head cannot count it."""
-    raise ValueError(
-        f"--fused-ce-log-accuracy (log_accuracy) takes what the fused head counts: {reason}. Leave it out, "
-        "or what stands in its way"
-    )
 
 
 def reason_at_call(

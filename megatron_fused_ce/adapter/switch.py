@@ -28,7 +28,6 @@ class _Enabled(NamedTuple):
     """What :func:`enable` was given."""
 
     config: FusedCEConfig | None
-    log_accuracy: bool
     deferred_logits: bool
     trust: frozenset[str]
 
@@ -45,7 +44,6 @@ def counters() -> Counters:
 def enable(
     config: FusedCEConfig | None = None,
     *,
-    log_accuracy: bool = False,
     deferred_logits: bool = False,
     trust: Iterable[str] = (),
 ) -> None:
@@ -57,9 +55,7 @@ def enable(
 
     Args:
         config: options of the head. None: those of the launch where it has ``--fused-chunked-ce``, with its
-            accuracy and trusted digests beside those given here; else the defaults.
-        log_accuracy: the same as ``--fused-ce-log-accuracy``: adds ``"lm accuracy"`` to what the loss
-            function of Megatron's schedules reports.
+            trusted digests beside those given here; else the defaults.
         deferred_logits: a model called without labels returns deferred logits of this rank's part, for
             callers of :meth:`.DeferredLogits.log_probs`; any other use of them makes real ones.
         trust: the same as ``--fused-ce-trust``: digests, from the log, of edited functions of Megatron's that
@@ -88,7 +84,7 @@ def enable(
         raise ValueError(
             f"trust takes digests of 16 hexadecimal digits, as the log names them, got {wrong_digest!r}"
         )
-    _enabled = _Enabled(config, log_accuracy, deferred_logits, digests)
+    _enabled = _Enabled(config, deferred_logits, digests)
     import_hook.install(asked_for)
 
 
@@ -126,14 +122,6 @@ def asked_for() -> bool:
     from megatron_fused_ce.adapter import arguments
 
     return _enabled is not None or arguments.flag_given()
-
-
-def logs_accuracy() -> bool:
-    """Whether a model built now counts its correct tokens; call it only if there is a config."""
-    from megatron_fused_ce.adapter import arguments
-
-    given = _enabled is not None and _enabled.log_accuracy
-    return given or (not _overrides_launch() and arguments.logs_accuracy(arguments.launch_args()))
 
 
 def _overrides_launch() -> bool:

@@ -66,26 +66,19 @@ _calls = _Calls()
 _ENTRIES = ("forward", "_postprocess")
 
 
-def remember_calls(model_class: type) -> bool:
+def remember_calls(model_class: type) -> None:
     """Make the entries of a model class and its bases remember labels and mask while they run.
 
     A subclass that makes up its mask and passes it to ``super().forward`` is remembered twice; the
     inner call counts. Calling this again changes nothing.
-
-    Returns:
-        whether the class or a base has an entry that takes a mask.
     """
-    takes_mask = False
     for cls in model_class.__mro__:
         for name in _ENTRIES:
             entry = vars(cls).get(name)
-            if not callable(entry):
+            if not callable(entry) or hasattr(entry, "__fused_ce_entry__"):
                 continue
-            taken = inspect.signature(entry).parameters
-            takes_mask = takes_mask or {"labels", "loss_mask"} <= taken.keys()
-            if "labels" in taken and not hasattr(entry, "__fused_ce_entry__"):
+            if "labels" in inspect.signature(entry).parameters:
                 setattr(cls, name, _remembering(entry))
-    return takes_mask
 
 
 def _remembering(entry: Callable[..., Any]) -> Callable[..., Any]:

@@ -40,8 +40,6 @@ SENTENCES = {
     "{part:.0%} of it; a run on an H200 with 21% ran out of memory, one with 37% trained.",
     "budget": "No plan takes {budget} MiB or less (--fused-ce-memory-mb): the launch takes the smallest, "
     "{least} MiB.",
-    "deferral": "Not counted: --defer-embedding-wgrad-compute. Beside --overlap-grad-reduce Megatron loses "
-    "these gradients (docs/megatron.md); the flag makes them at once. Leave that option out.",
     "hint": "Another layout is tried by naming it: --tensor-model-parallel-size 4, say, {beside}.",
     "measured": "Megatron measured {measured} GiB, the largest rank's, where {planned} are planned: all "
     "figures are moved by the difference.",
@@ -174,8 +172,6 @@ def _answer(result: Result) -> Iterator[Said]:
 def _short(result: Result) -> Iterator[Said]:
     advice, launch = result.advice, result.launch
     yield _setting(result)
-    if result.setting.loses_later:
-        yield say("deferral")
     if result.judged.vouched:
         yield say("vouched", names=", ".join(result.judged.vouched))
     uncounted = result.judged.uncounted

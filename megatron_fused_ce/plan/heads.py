@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
-from megatron_fused_ce import head_bytes
 from megatron_fused_ce.adapter.arguments import FLAG
 from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.head_bytes import MIB, STOCK_BYTES_PER_LOGIT, STOCK_BYTES_WAITING, PlanInputs
@@ -52,11 +51,9 @@ class HeadMemory:
     peak: int
     #: torch's own cuBLAS workspaces that its GEMMs leave allocated, part of ``peak``
     workspaces: int
-    #: bytes of it that wait for the pipeline's bubble behind its last use
-    later: int = 0
     #: its largest tensor; 0 for the plugin's, whose buffers are cut out of each other's
     largest: int = 0
-    #: the planner's prediction for the uses in flight, which is compared with a budget; 0 for Megatron's own
+    #: the planner's prediction, which is compared with a budget; 0 for Megatron's own
     predicted: int = 0
     #: strategy and chunks of the plugin's
     words: str = ""
@@ -77,16 +74,13 @@ def stock_head(setting: Setting, name: str) -> HeadMemory:
     if not setting.training.gradient_fusion:
         products += setting.itemsize * setting.vocab_rows * setting.model.hidden_size
     waiting = setting.model.mtp_num_layers * path.waiting * logits
-    # Hidden states and gradient of the logits of each use; the last one's are in the peak.
-    later, behind = (uses * (setting.itemsize * logits + row // parts) for uses in setting.uses_later)
     workspaces = 2 * CUBLAS_WORKSPACE
     return HeadMemory(
         name,
         "",
         stock=True,
-        peak=round(max(loss, products) + waiting) + workspaces + later,
+        peak=round(max(loss, products) + waiting) + workspaces,
         workspaces=workspaces,
-        later=behind,
         largest=round(path.largest * logits),
     )
 
@@ -111,7 +105,6 @@ def plugin_head(
         and not (setting.model.hidden_size % 8 or setting.vocab_rows % 8)
         and not (config.label_smoothing and (config.logit_softcap or config.logit_precision == "activations"))
     )
-    later, behind = (0, 0) if setting.training.reduces_early else setting.uses_later
     inputs = PlanInputs(
         config=config,
         num_tokens=setting.num_tokens,
@@ -125,15 +118,13 @@ def plugin_head(
         logits_backend="scaled_exp" if exp else "gemm_rows",
         device=device,
         uses_in_flight=1 + setting.model.mtp_num_layers,
-        uses_later=later,
     )
-    waiting = replace(inputs, uses_later=behind)
     try:
-        head = _as_head(setting, plan(inputs), _flags(config), strategy, waiting)
+        head = _as_head(setting, plan(inputs), _flags(config), strategy)
         budget = config.memory_mb
         return replace(head, missed_budget=budget) if budget and head.predicted > budget * MIB else head
     except OverBudget as error:
-        head = _as_head(setting, error.least, _flags(config), strategy, waiting)
+        head = _as_head(setting, error.least, _flags(config), strategy)
         return replace(head, over_budget=str(error))
 
 
@@ -161,7 +152,7 @@ def _flags(config: FusedCEConfig) -> str:
     return " ".join(words)
 
 
-def _as_head(setting: Setting, chosen: Plan, flags: str, name: str, waiting: PlanInputs) -> HeadMemory:
+def _as_head(setting: Setting, chosen: Plan, flags: str, name: str) -> HeadMemory:
     """With ``grad_hidden``, and without the second workspace where the peak is in the forward."""
     memory, grad_in_forward = chosen.memory, chosen.strategy == "grad_in_forward"
     unused = memory.workspace // 2 if grad_in_forward else 0
@@ -173,7 +164,6 @@ def _as_head(setting: Setting, chosen: Plan, flags: str, name: str, waiting: Pla
         stock=False,
         peak=memory.total - unused + grad_hidden,
         workspaces=memory.workspace - unused,
-        predicted=memory.total - memory.later,
-        later=head_bytes.later_bytes(waiting, memory, chosen.keeps_logits),
+        predicted=memory.total,
         words=f"{chosen.strategy}, {chosen.chunks_in_words}",
     )

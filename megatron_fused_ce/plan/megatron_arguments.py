@@ -34,7 +34,7 @@ USUAL = (
     *("--attention-dropout", "0", "--hidden-dropout", "0"),
 )
 #: Not counted, but for what they change of the head's numbers.
-_OF_THE_HEAD = ("quick_geglu", "use_megatron_fsdp", "use_torch_fsdp2", "overlap_grad_reduce")
+_OF_THE_HEAD = ("quick_geglu", "use_megatron_fsdp", "use_torch_fsdp2")
 #: Other names of an argument.
 _ALSO = {
     "tensor_model_parallel_size": "--tp",
@@ -47,7 +47,6 @@ _ALSO = {
 _ONE_BY_ONE = re.compile(r"num_layers|num_experts|mtp_num_layers|make_vocab.*|.*_parallel_size")
 _MAY_BE_ZERO = re.compile(
     "mtp_num_layers|num_experts|moe_shared_expert_intermediate_size|decoder_(first|last)_pipeline_num_layers"
-    "|wgrad_deferral_limit"
 )
 _DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 _CHOICES = {
@@ -362,13 +361,6 @@ def _parallel(given: argparse.Namespace, model: DecoderSizes, gpus: int | None) 
 def _training(given: argparse.Namespace, parallel: Parallel) -> StepSettings:
     if given.bf16 and given.fp16:
         raise ValueError("both --bf16 and --fp16 are given: leave out one")
-    if given.defer_embedding_wgrad_compute and (
-        parallel.pipeline == 1 or not given.gradient_accumulation_fusion
-    ):
-        raise ValueError(
-            "Megatron refuses --defer-embedding-wgrad-compute without pipeline parallelism and gradient "
-            "accumulation fusion: leave it out"
-        )
     dtype = "bfloat16" if given.bf16 else "float16" if given.fp16 else "float32"
     sharded = given.use_megatron_fsdp or given.use_torch_fsdp2
     low = _low_gradients(given, dtype)
@@ -386,8 +378,6 @@ def _training(given: argparse.Namespace, parallel: Parallel) -> StepSettings:
         attention_mask=given.create_attention_mask_in_dataloader,
         gradient_fusion=given.gradient_accumulation_fusion and not sharded,
         fused_ce=_fused_ce(given),
-        uses_later=(given.wgrad_deferral_limit or BILLION) if given.defer_embedding_wgrad_compute else 0,
-        reduces_early=given.overlap_grad_reduce,
         distributed_optimizer=given.use_distributed_optimizer,
         gradient_bytes=2 if low else 4,
         state_bytes=_state_bytes(given, dtype),

@@ -92,8 +92,7 @@ def _moments(setting: Setting, stage: Stage, head: HeadMemory) -> Iterator[Momen
         at_head = {"activations": activations.waiting(), "final norm": norm, "head": head.peak}
         yield Moment("head", stage.index, held | at_head)
     workspaces = {"cuBLAS workspaces": head.workspaces if stage.last else 0}
-    later = {"waiting for the bubble": head.later if stage.last else 0}
-    yield Moment("layers", stage.index, held | activations.worst_backward() | workspaces | later)
+    yield Moment("layers", stage.index, held | activations.worst_backward() | workspaces)
     yield Moment("step", stage.index, held | workspaces | {"optimizer's copies": static.step})
 
 

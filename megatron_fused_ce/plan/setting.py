@@ -247,10 +247,6 @@ class StepSettings:
     attention_mask: bool = False
     #: weight gradients go straight into ``main_grad``
     gradient_fusion: bool = True
-    #: uses of the head whose ``grad_weight`` may wait for the pipeline's bubble, at most; and whether the
-    #: reduction of gradients begins before it, where the flag lets none wait
-    uses_later: int = 0
-    reduces_early: bool = False
     fused_ce: FusedCEConfig = field(default_factory=FusedCEConfig)
 
 
@@ -311,23 +307,6 @@ class Setting:
         return self.training.sequence * self.training.micro_batch // self.parallel.context
 
     @property
-    def uses_later(self) -> tuple[int, int]:
-        """Uses of the head whose ``grad_weight`` waits, at most: beside those in flight, and behind all.
-
-        None where Megatron would lose them (`loses_later`): nothing is saved against a wrong run.
-        """
-        if self.loses_later:
-            return 0, 0
-        in_flight = 1 + self.model.mtp_num_layers
-        uses = in_flight * (self.training.num_micro_batches or self.parallel.pipeline)
-        return min(uses - in_flight, self.training.uses_later), min(uses, self.training.uses_later)
-
-    @property
-    def loses_later(self) -> bool:
-        """Whether Megatron would reduce gradients over data-parallel ranks before deferred ones are there."""
-        return bool(self.training.uses_later and self.training.reduces_early and self.parallel.data > 1)
-
-    @property
     def not_measured(self) -> list[str]:
         """What no launch was measured with: its bytes are derived from code alone (docs/plan.md)."""
         model, parallel, training = self.model, self.parallel, self.training
@@ -343,6 +322,5 @@ class Setting:
             "selective recomputation": set(training.recompute.modules) - {"core_attn"},
             "tensor parallelism above 4": parallel.tensor > 4,
             "pipeline stages without a head": parallel.pipeline > 1,
-            "deferred weight gradients": any(self.uses_later),
         }
         return [kind for kind, there in kinds.items() if there]

@@ -144,8 +144,6 @@ def libraries(setting: Setting, *, stock_head: bool) -> int:
         held += blocks.FP32 * model.head_dim * training.sequence // parallel.context
     if training.attention_mask:
         held += training.micro_batch * training.sequence**2
-    if stock_head and setting.uses_later[1]:
-        held += round(2 * blocks.gathered_row(setting) * setting.num_tokens)  # of the products in the bubble
     uses = [0]
     if not training.flash_attention:
         heads = model.num_attention_heads // parallel.tensor

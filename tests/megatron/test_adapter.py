@@ -524,30 +524,6 @@ def test_megatrons_arguments_come_before_the_command_line(monkeypatch):
     assert switch.active_config() is None
 
 
-def test_accuracy_is_asked_for_where_the_head_is(monkeypatch):
-    """On the command line, in Megatron's arguments, by enable(); of two that apply the head's counts."""
-    flag = "--fused-ce-log-accuracy"
-    monkeypatch.setattr(arguments, "megatron_args", lambda: argparse.Namespace())
-    for words, asked in ([], False), ([flag], False), (["--fused-chunked-ce", flag], True):
-        monkeypatch.setattr(sys, "argv", ["x", *words])
-        assert switch.logs_accuracy() is asked
-    parsed = argparse.Namespace(fused_chunked_ce=True)
-    monkeypatch.setattr(arguments, "megatron_args", lambda: parsed)
-    assert switch.logs_accuracy() is False
-    parsed.fused_ce_log_accuracy = True
-    monkeypatch.setattr(sys, "argv", ["x"])
-    assert switch.logs_accuracy() is True
-    try:
-        megatron_fused_ce.enable(FusedCEConfig(num_chunks=5))
-        assert switch.logs_accuracy() is False
-        megatron_fused_ce.enable(log_accuracy=True)
-        parsed.fused_ce_log_accuracy = False
-        assert switch.logs_accuracy() is True
-    finally:
-        megatron_fused_ce.disable()
-    assert switch.logs_accuracy() is False
-
-
 def weight_with(main_grad_dtype=torch.float32, **attributes):
     weight = torch.nn.Parameter(torch.randn(7, 3, dtype=torch.bfloat16))
     weight.main_grad = torch.ones(7, 3, dtype=main_grad_dtype)

@@ -180,15 +180,6 @@ def test_start_up_line_counts_the_sum_of_grad_weight(said, planned, fusion, trai
     assert planned[0][1].predicted_peak_bytes == rows_bytes(128, 32, summed_bytes)
 
 
-@pytest.mark.parametrize("early", [{}, {"fusion": False}, {"overlap_grad_reduce": True}])
-def test_start_up_line_says_what_waits_for_the_bubble(said, planned, early):
-    model = megatron_head(defer_embedding_wgrad_compute=True, wgrad_deferral_limit=3)
-    model.output_layer.gradient_accumulation_fusion = early.get("fusion", True)
-    report.adopted(model, SimpleNamespace(**vars(LAUNCH), **early))
-    assert planned[0][0].uses_later == (0 if early else 3)
-    assert any("waits for the pipeline's bubble" in line for line in said) == (not early)
-
-
 def test_start_up_line_counts_the_heads_of_multi_token_prediction(said, planned):
     store = FusedCEConfig(strategy="store", num_chunks=4)
     report.adopted(megatron_head(store, mtp_num_layers=2), LAUNCH)

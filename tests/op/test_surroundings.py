@@ -29,7 +29,7 @@ from megatron_fused_ce.promise import Head
 from megatron_fused_ce.rl import masked_token_log_probs
 from megatron_fused_ce.scripts.lib.reference import make_inputs, relative_error
 from megatron_fused_ce.several_labels import SeveralLabels
-from megatron_fused_ce.wgrad import InPlaceGradWeight, Later
+from megatron_fused_ce.wgrad import InPlaceGradWeight
 from tests.support.distillation import KINDS, fused, make_problem
 from tests.support.op import STRATEGIES, at_odd_offset, leaves, run
 from tests.support.problems import same_bits
@@ -204,8 +204,6 @@ def changes_of(args: Call) -> dict[str, dict[str, Any]]:
         "active_mask": {"on": True},
         "open_grad_weight": {"main_grad": opens_main_grad},
         "uses_in_flight": {"2": 2},
-        "uses_later": {"2": 2},
-        "later": {"no limit": Later(0), "three": Later(3)},
         "head": {"another": Head("another")},
     }
     others = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -218,21 +218,6 @@ def test_a_sharding_hooks_output_is_the_loss(rank: Rank):
     built.output_layer.register_forward_hook(hook)
     megatron.forward(built, rank, labels=True).sum().backward()
     assert reached == [True]
-
-
-@on_ranks(*BOTH)
-@pytest.mark.parametrize("sharding", [FSDP2, FSDP2_OWN_UNIT, MEGATRON], ids=str)
-def test_accuracy_beside_the_loss(rank: Rank, sharding):
-    """Counted beside the loss that hooks of the layer and of the model hand on."""
-    have_groups(1)
-    alone = replace(rank, size=1)
-    batches, corrects = megatron.batches_half_right(megatron.build(Model(), rank), alone)
-    with flag(log_accuracy=True):
-        training = Training(rank, Model(), sharding)
-    for forward_only in (False, True):
-        training.ddp.zero_grad_buffer()
-        reports = megatron.run_schedule(training.ddp, batches, alone, forward_only)
-        megatron.check_accuracy(reports, batches, corrects)
 
 
 @on_ranks(*BOTH)

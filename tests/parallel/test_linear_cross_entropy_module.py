@@ -56,7 +56,7 @@ def adopted(model: Any, layer: type) -> Any:
     import_hook.install()
     model.output_layer.__class__ = layer
     config = megatron_fused_ce.FusedCEConfig(num_chunks=2)
-    language_module.adopt_output_layer(model, config, log_accuracy=False)
+    language_module.adopt_output_layer(model, config)
     return model
 
 

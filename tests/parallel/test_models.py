@@ -32,7 +32,8 @@ MODELS, IN_DDP = (
 SP = {"sequence_parallel": True}
 FUSED = {"fused_wgrad": True, "overlap": True}
 FORWARD = {"strategy": "grad_in_forward"}
-DEFERRED = {"defer_embedding_wgrad_compute": True}
+#: With a limit, inputs and gradients of different calls may be paired without an error.
+DEFERRED = {"defer_embedding_wgrad_compute": True, "wgrad_deferral_limit": 4}
 BY_NAME = {
     "gpt": Model(),
     "gpt store": Model(strategy="store"),
@@ -63,20 +64,11 @@ PIPELINES = {
     "pp 2 tied grad_in_forward overlap fused wgrad": Model(tied=True, **FORWARD, **FUSED),
     "pp 2 mtp 1 sp": Model(mtp=1, **SP),
     "pp 2 mtp 1 tied grad_in_forward fused wgrad": Model(mtp=1, tied=True, **FORWARD, fused_wgrad=True),
-    **{
-        f"{name}, deferred": replace(model, extra=DEFERRED)
-        for name, model in {
-            "pp 2 sp bf16": Model(**SP, fused_wgrad=True, dtype=torch.bfloat16),
-            "pp 2 tied store": Model(tied=True, strategy="store", fused_wgrad=True),
-            "pp 2 mtp 1 grad_in_forward sp": Model(mtp=1, **FORWARD, **SP, fused_wgrad=True),
-            "pp 2 overlap grad_in_forward": Model(**FUSED, **FORWARD),
-            "two virtual stages tied sp store": Model(
-                virtual=2, tied=True, **SP, strategy="store", fused_wgrad=True
-            ),
-        }.items()
-    },
-    "pp 2 deferred up to a limit": Model(
-        **SP, fused_wgrad=True, extra={**DEFERRED, "wgrad_deferral_limit": 3}
+    "pp 2 mtp 1 grad_in_forward sp, deferred": Model(
+        mtp=1, **FORWARD, **SP, fused_wgrad=True, extra=DEFERRED
+    ),
+    "two virtual stages tied sp store, deferred": Model(
+        virtual=2, tied=True, **SP, strategy="store", fused_wgrad=True, extra=DEFERRED
     ),
     "two virtual stages tied sp": Model(virtual=2, tied=True, **SP),
     "two virtual stages grad_in_forward sp": Model(virtual=2, **FORWARD, **SP),
@@ -84,10 +76,6 @@ PIPELINES = {
         virtual=2, tied=True, strategy="store", **FUSED
     ),
 }
-ACCURACY = (
-    *("gpt", "gpt sp", "gpt bf16 sp", "gpt mtp 2 tied", "gpt grad_in_forward", "gpt store"),
-    *("gpt masked tokens skipped grad_in_forward sp mtp 1", "hybrid mtp 1"),
-)
 
 
 def model_of(rank: Rank, name: str) -> Model:
@@ -213,25 +201,6 @@ def test_the_installed_core(rank: Rank):
     test_off_against_on.on_a_rank(rank, "gpt grad_in_forward sp")
 
 
-@contextlib.contextmanager
-def waiting() -> Iterator[list[int]]:
-    """How many calls wait for the bubble, each time that one more does; none at the end."""
-    from megatron_fused_ce.wgrad import Later
-
-    seen: list[int] = []
-    laters: set[Later] = set()
-
-    def put(later: Later, make: Any, stock: Any = Later.put) -> None:
-        stock(later, make)
-        laters.add(later)
-        seen.append(len(later))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Later, "put", put)
-        yield seen
-    assert not any(map(len, laters))
-
-
 @on_ranks(*megatron.both_cores(4))
 @pytest.mark.parametrize("name", PIPELINES)
 def test_a_pipeline(rank: Rank, name):
@@ -239,88 +208,17 @@ def test_a_pipeline(rank: Rank, name):
 
     model = PIPELINES[name]
     have_groups(2, 2, model.virtual if model.virtual > 1 else None)
-    # Without Megatron's deferral, which is no reference (test_what_megatrons_deferral_loses). 4 is a multiple
-    # of PP, as virtual stages need.
+    # Without Megatron's deferral, which loses gradients of multi-token prediction. 4 is a multiple of PP, as
+    # virtual stages need.
     off = train(replace(model, extra={}), rank, 4)
-    with flag(strategy=model.strategy, num_chunks=3) as seen, waiting() as most:
+    with flag(strategy=model.strategy, num_chunks=3) as seen:
         on = train(model, rank, 4)
     is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
     assert seen.counts == (4 * (1 + model.mtp) * is_last, 0, 0)
     assert sum("loss of" in name for name in off) == 4 * is_last
-    defers = is_last and model.extra and not model.overlap
-    limit = model.extra.get("wgrad_deferral_limit") or 4 * (1 + model.mtp)
-    assert most == ([*range(1, limit + 1)] if defers else [])
-    instead = "instead of grad_in_forward for a head whose grad_weight" in seen.said
-    speaks = defers and not parallel_state.get_tensor_model_parallel_rank()
-    assert instead == bool(speaks and model.strategy == "grad_in_forward")
+    speaks = is_last and not parallel_state.get_tensor_model_parallel_rank()
+    assert len(seen.lines("-wgrad-compute has no effect")) == bool(model.extra and speaks)
     compare(off, on, model, pipeline=True)
-
-
-@on_ranks(of_core(4, megatron.NEWEST, needs_nccl=megatron.DDP))
-@pytest.mark.parametrize("name", ["overlap", "mtp", "neither"])
-def test_what_megatrons_deferral_loses(rank: Rank, name):
-    """Without the flag, TP 1, PP 2, DP 2. With the reduction overlapped it begins before the products are
-    there. Of multi-token prediction the inputs wait as [mtp, main] and the gradients as [main, mtp], and the
-    products are added to the gradient of the embedding that the stage has for it."""
-    from megatron.core import parallel_state
-
-    model = Model(fused_wgrad=True, overlap=name == "overlap", mtp=int(name == "mtp"))
-    have_groups(1, 2)
-    # The first step learns when gradients are ready: nothing overlaps.
-    right, lost = train(model, rank, 4, 2), train(replace(model, extra=DEFERRED), rank, 4, 2)
-    off = {key for key, given in right.items() if not torch.allclose(lost[key], given, atol=1e-6)}
-    is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-    head, embedding = (
-        {key for key in right if f"{of}.weight" in key} for of in ("output_layer", "embeddings")
-    )
-    expected = {"overlap": head, "mtp": head | embedding, "neither": set()}[name]
-    assert off == expected and (not is_last or name == "neither" or expected), (off, expected)
-    with flag() as seen:
-        kept = train(replace(model, extra=DEFERRED), rank, 4, 2)
-    assert seen.counts == (8 * (1 + model.mtp) * is_last, 0, 0)
-    for key, given in right.items():
-        torch.testing.assert_close(kept[key], given, atol=1e-5, rtol=1e-4)
-
-
-def _without_no_sync(stage: Any, rank: Rank) -> None:
-    """In a loop of one's own: DDP itself is asked whether its reduction is overlapped."""
-    stage.config.no_sync_func = None
-
-
-def _nothing_finishes_the_second_step(stage: Any, rank: Rank) -> None:
-    config, stock = stage.config, stage.config.finalize_model_grads_func
-
-    def finalize(*args: Any, **kwargs: Any) -> None:
-        config.finalize_model_grads_func = None
-        stock(*args, **kwargs)
-
-    config.finalize_model_grads_func = finalize
-
-
-def _an_evaluation_before(stage: Any, rank: Rank) -> None:
-    with torch.no_grad():
-        megatron.run_schedule(stage, [megatron.draw(rank)], rank, forward_only=True)
-
-
-def _a_failure_before(stage: Any, rank: Rank) -> None:
-    """Of every stage, with no message under way; then a backward of no schedule, for which nothing waits."""
-    calls = []
-
-    def fail(module: Any, given: Any) -> None:
-        calls.append(module)
-        if len(calls) == (3 if stage.module.post_process else 4):
-            raise RuntimeError("out of memory")
-
-    failing = stage.register_forward_pre_hook(fail)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        megatron.run_schedule(stage, [megatron.draw(rank)] * 4, rank, forward_only=False)
-    failing.remove()
-    stage.zero_grad_buffer()
-    if stage.module.post_process:
-        hidden = torch.linspace(-1, 1, stage.config.hidden_size, device=rank.device)
-        stage.module.set_input_tensor([hidden.expand(SEQUENCE, BATCH, -1)])
-        megatron.losses_of(stage, megatron.draw(rank), rank).sum().backward()
-        assert stage.module.output_layer.weight.main_grad.any()
 
 
 def losses_of_real_logits(stage: Any, batch: megatron.Batch, rank: Rank) -> Any:
@@ -336,44 +234,30 @@ def losses_of_real_logits(stage: Any, batch: megatron.Batch, rank: Rank) -> Any:
     return vocab_parallel_cross_entropy(logits, batch.labels.t().contiguous()).t()
 
 
-#: What happens to a stage before its steps, how its losses are made, calls that wait, and what is said.
-UNUSUAL = {
-    "an overlap of which the config does not tell": (
-        _without_no_sync, megatron.losses_of, [], "the reduction of gradients starts before the bubble"),
-    "nothing finishes the second step": (
-        _nothing_finishes_the_second_step, megatron.losses_of, [1, 2, 3, 4], "begun by no schedule"),
-    "an evaluation before": (_an_evaluation_before, megatron.losses_of, [1, 2, 3, 4] * 2, ""),
-    "a failure before": (
-        _a_failure_before, megatron.losses_of, [1, 2] + [1, 2, 3, 4] * 2, "begun by no schedule"),
-    "a metric before real logits": (lambda stage, rank: None, losses_of_real_logits, [], ""),
-}  # fmt: skip
-
-
 @on_ranks(of_core(4, megatron.NEWEST, needs_nccl=megatron.DDP))
-@pytest.mark.parametrize("name", UNUSUAL)
-def test_deferral_in_unusual_steps(rank: Rank, name):
+@pytest.mark.parametrize("in_place", ["of all losses", "of every second loss"])
+def test_real_logits_beside_deferral(rank: Rank, in_place):
+    """Real logits come from Megatron's layer, whose lists nothing may enter: a metric's have no gradient, and
+    of a fused loss there is nothing to pair with."""
     from megatron.core import parallel_state
 
-    changed, losses_of, expected, words = UNUSUAL[name]
-    model, stock = Model(fused_wgrad=True, overlap="overlap" in name), megatron.in_ddp
+    model, fused, calls = Model(**SP, fused_wgrad=True), megatron.losses_of, []
 
-    def in_ddp(*args: Any) -> Any:
-        stages = stock(*args)
-        changed(stages[0], rank)
-        return stages
+    def losses_of(*given: Any) -> Any:
+        calls.append(given)
+        alternates = in_place != "of all losses" and len(calls) % 2
+        return (fused if alternates else losses_of_real_logits)(*given)
 
-    have_groups(1, 2)
+    have_groups(2, 2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(megatron, "in_ddp", in_ddp)
         patch.setattr(megatron, "losses_of", losses_of)
         right = train(model, rank, 4, 2)
-        with flag(deferred_logits=True) as seen, waiting() as most:
-            kept = train(replace(model, extra={**DEFERRED, "wgrad_deferral_limit": 4}), rank, 4, 2)
+        with flag(deferred_logits=True) as seen:
+            got = train(replace(model, extra=DEFERRED), rank, 4, 2)
     is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-    assert most == expected * is_last
-    assert all(words and words in line for line in seen.lines("has no effect: grad_weight"))
-    for key, given in right.items():
-        torch.testing.assert_close(kept[key], given, atol=1e-5, rtol=1e-4)
+    num_fused = 0 if in_place == "of all losses" else 4
+    assert seen.counts[0] == num_fused * is_last and seen.counts[1] >= (8 - num_fused) * is_last
+    compare(right, got, model, pipeline=True)
 
 
 @on_ranks(*MODELS)
@@ -529,7 +413,7 @@ def test_options_of_the_loss(rank: Rank):
             loss = megatron.forward(on, rank, True)
             # Hidden states that the identity makes these logits of.
             eye, ones = torch.eye(vocab, device=rank.device), torch.ones_like(loss)
-            inputs = HeadInputs(logits.transpose(0, 1), eye, labels, ones, config=on.fused_ce_adopted.config)
+            inputs = HeadInputs(logits.transpose(0, 1), eye, labels, ones, config=on.fused_ce_adopted)
             expected = plain_head(inputs, torch.float64).loss
             difference = (loss - expected).abs().max()
             assert difference < 2e-5 * expected.abs().max(), (options, difference)
@@ -551,52 +435,6 @@ def test_options_of_the_loss(rank: Rank):
         )
 
 
-@on_ranks(of_core(2, megatron.NEWEST), of_core(2, INSTALLED))
-@pytest.mark.parametrize("name", ACCURACY)
-def test_accuracy_beside_the_loss(rank: Rank, name):
-    """Against the argmax of the stock logits, in training and evaluation."""
-    model = model_of(rank, name)
-    have_groups(rank.size)
-    off = build(model, rank)
-    batches, corrects = megatron.batches_half_right(off, rank)
-    for ignore_index in (None, int(batches[0].labels[0, 0])):
-        options = {"strategy": model.strategy, "num_chunks": 3, "skip_masked": model.skip_masked}
-        # What the stock logits are: in bf16 a label may tie there with what is larger in fp32.
-        options |= {"ignore_index": ignore_index, "logit_precision": "activations"}
-        with flag(**options, log_accuracy=True):
-            on = build(model, rank)
-        for forward_only in (False, True):
-            on.train(not forward_only)
-            reports = megatron.run_schedule(on, batches, rank, forward_only)
-            megatron.check_accuracy(reports, batches, corrects, ignore_index)
-    for reported in megatron.run_schedule(off, batches, rank, True):
-        assert list(reported) == ["lm loss"]
-
-
-@on_ranks(*MODELS)
-def test_accuracy_that_cannot_be_had(rank: Rank):
-    """At start-up it is refused; a call on the stock path leaves the key, and NaN in it."""
-    have_groups(rank.size)
-    batches, _ = megatron.batches_half_right(build(Model(), rank), rank)
-    hybrid = Model(family="hybrid")
-    with pytest.MonkeyPatch.context() as patch, flag(log_accuracy=True):
-        on = build(Model(), rank)
-        assert not megatron.run_schedule(on, batches, rank, True)[0]["lm accuracy"].isnan().any()
-        hook = on.output_layer.register_forward_hook(lambda *a: None)
-        for reported in megatron.run_schedule(on, batches, rank, False):
-            assert reported["lm accuracy"].isnan().all() and reported["lm loss"].isfinite().all()
-        hook.remove()
-        if not megatron.takes_mask(hybrid):
-            with pytest.raises(ValueError, match=r"log-accuracy.*without a loss_mask"):
-                build(hybrid, rank)
-        patch.setattr("megatron_fused_ce.adapter.accuracy.HOOK_POINT", "no_such_function")
-        with pytest.raises(ValueError, match="schedules have no no_such_function"):
-            build(Model(), rank)
-        patch.setattr("megatron_fused_ce.adapter.stock_path.reason_at_build", lambda *a: "a test")
-        with pytest.raises(ValueError, match=r"on Megatron's own path: a test\. Leave it out"):
-            build(Model(), rank)
-
-
 @on_ranks(*MODELS)
 @pytest.mark.parametrize(("mtp", "strategy"), [(0, "recompute"), (1, "grad_in_forward")])
 def test_generation_and_evaluation(rank: Rank, mtp, strategy):
@@ -615,7 +453,7 @@ def test_generation_and_evaluation(rank: Rank, mtp, strategy):
             return megatron.forward(built, rank, True, loss_mask=mask)
 
     for options in ({}, {"skip_masked": True}, {"z_loss": 1e-3}):
-        with flag(strategy=strategy, num_chunks=3, **options, log_accuracy=True):
+        with flag(strategy=strategy, num_chunks=3, **options):
             on = build(model, rank)
         with megatron.counted() as seen:
             for _ in range(2):

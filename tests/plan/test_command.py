@@ -399,8 +399,6 @@ MODEL = "--model llama-3-8b --seq-length 8192"
         (f"{MODEL} --tp 3 --gpus 3", "32 attention heads cannot be divided over 3 ranks"),
         (f"{MODEL} --tp 4 --gpus 6", "6 GPUs cannot be divided into groups of 4"),
         (f"{MODEL} --pp 5 --gpus 5", "32 layers cannot be divided into 5 pipeline stages"),
-        (f"{MODEL} --defer-embedding-wgrad-compute", "refuses --defer-embedding-wgrad-compute without"),
-        (f"{MODEL} --pp 2 --defer-embedding-wgrad-compute --no-gradient-accumulation-fusion", "refuses"),
         (f"{MODEL} --tp 0", "expected a whole number from 1 to 100000, got '0'"),
         (f"{MODEL} --seq-length 0", "expected a whole number from 1 to 1000000000"),
         (f"{MODEL} --gpus 8 --global-batch-size 12", "give a multiple of 8"),

@@ -27,7 +27,6 @@ BUDGET = "--model llama-3-8b --gpus 8 --tp 4 --sequence-parallel --seq-length 32
 STEP = "--model llama-3-8b --gpus 2 --seq-length 512 --gpu-memory 400 --grad-reduce-in-bf16"
 LAUNCH = f"--from-launch '{MODELS['llama-3.2-1b'].arguments} --seq-length 4096 --bf16 {{}}' --gpus 4"
 FP8 = LAUNCH.format("--fp8-format hybrid")
-DEFERRED = "--model llama-3-8b --gpus 8 --pp 2 --tp 2 --seq-length 4096 --defer-embedding-wgrad-compute"
 #: Logs: as planned, and out of memory.
 LOG = "--from-log {log} --gpu h200"
 DIED = "--from-log {died} --gpu h200"
@@ -43,7 +42,6 @@ CASES = {
     "vouched": (f"{FP8} --ignore fp8-format", FP8),
     "bounded": (LAUNCH.format("--load x"), LAUNCH.format("--load x --use-distributed-optimizer")),
     "tight": (LONG, HALF),
-    "deferral": (f"{DEFERRED} --overlap-grad-reduce", DEFERRED),
     "budget": (f"{BUDGET} 10", f"{BUDGET} 416"),
     "hint": (WHOLE, DIVIDED),
     "measured": (LOG, f"{LOG} --micro-batch-size 2"),

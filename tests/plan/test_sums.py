@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megatron_fused_ce.config import STRATEGY_CHOICES, FusedCEConfig
 from megatron_fused_ce.head_bytes import MIB, PlanInputs
-from megatron_fused_ce.plan import advice, blocks, heads, peaks, static
+from megatron_fused_ce.plan import advice, blocks, heads, static
 from megatron_fused_ce.plan.advice import Gpu, advise
 from megatron_fused_ce.plan.command import plan_of, setting_of
 from megatron_fused_ce.plan.named_models import MODELS
@@ -351,34 +351,6 @@ def test_the_plugins_heads_are_the_planners():
         # grad_in_forward's backward runs no product of torch's, whose workspace the planner counts.
         unused = 32 * MIB if chosen.strategy == "grad_in_forward" else 0
         assert head.peak == chosen.predicted_peak_bytes + grad_hidden - unused
-
-
-@pytest.mark.parametrize(("limit", "others", "behind"), [(0, 4, 5), (3, 3, 3)])
-def test_what_waits_for_the_bubble(limit, others, behind):
-    """Hidden states of each micro-batch, and its logits or 32 bytes a token; in Megatron their gradient, and
-    two gathered buffers that stay. The last one's are part of the loss's peak, not of a layer's."""
-    words = "--model llama-3-8b --gpus 8 --pp 2 --tp 2 --sequence-parallel --seq-length 4096"
-    deferral = f"--defer-embedding-wgrad-compute --wgrad-deferral-limit {limit}"
-    hidden, logits = 2 * 4096 * 4096, 2 * 4096 * 64128
-
-    def adds(way, more=""):
-        made = []
-        for deferred in (deferral, ""):
-            one = setting_of(
-                f"{words} --global-batch-size 10 --fused-ce-memory-mb {way[1]} {more} {deferred}".split()
-            )
-            strategy = {"exp_serves": True, "device": "NVIDIA H200", "strategy": way[0]}
-            head = heads.plugin_head(one, **strategy) if way[1] > 1 else heads.stock_head(one, way[0])
-            made.append([estimate(one, head, last_stage=True).moment(name).total for name in peaks.MOMENTS])
-        return [after - before for after, before in zip(*made, strict=True)]
-
-    assert adds(("native", 1)) == [uses * (hidden // 2 + logits) + 2 * hidden for uses in (others, behind, 0)]
-    for way, each in ((("store", 10**5), logits), (("recompute", 500), 0)):
-        assert adds(way) == [uses * (hidden // 2 + 32 * 4096 + each) for uses in (others, behind, 0)]
-        assert adds(way, "--overlap-grad-reduce") == [0, 0, 0]
-    # Megatron would lose them, over several data-parallel ranks; over one it does not.
-    assert adds(("native", 1), "--overlap-grad-reduce") == [0, 0, 0]
-    assert any(adds(("native", 1), "--overlap-grad-reduce --gpus 4"))
 
 
 def test_options_of_a_named_model_are_among_the_flags():

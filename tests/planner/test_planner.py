@@ -433,14 +433,6 @@ def test_predictions_against_an_h200(inputs, row):
     assert predicted.relative_time == pytest.approx(over_products, abs=0.025)
 
 
-def test_what_waits_for_the_bubble_against_an_h100():
-    """All micro-batches' but the last one's, whose logits the head has anyway."""
-    _, kept, again = committed_results.rows(RESULTS / "2026-11-26-h100-80gb-hbm3-later.json")
-    others = {"uses_later": kept["micro_batches"] - 1, "strategy": "store"}
-    sizes = [plan(inputs_of(4096, 8192, 32064, memory_mb=mb, **others)).memory.later for mb in (10**5, 4096)]
-    assert (sizes[0] - sizes[1]) / MIB == pytest.approx(kept["peak_mib"] - again["peak_mib"], rel=1e-3)
-
-
 def test_predicted_time_of_worked_examples():
     def time(**others):
         return plan(llama(32768, **others)).relative_time

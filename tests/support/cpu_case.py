@@ -34,10 +34,6 @@ CASES = {
         "--num-layers 4 --num-layers-per-virtual-pipeline-stage 1 --pipeline-model-parallel-size 2"
         f" --sequence-parallel {OVERLAPS}",
     ),
-    "pp2": (
-        2, True,
-        f"--num-layers 2 --pipeline-model-parallel-size 2 --tensor-model-parallel-size 1 {UNTIED}",
-    ),
     "vpp-wgrad": (
         4, True,
         "--num-layers 4 --num-layers-per-virtual-pipeline-stage 1 --pipeline-model-parallel-size 2"

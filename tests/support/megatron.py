@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
+import copy
 import importlib.util
 import io
 import sys
@@ -44,8 +44,8 @@ INSTALLED = Environment(
         *(
             f"megatron_fused_ce.adapter.{name}"
             for name in (
-                *("accuracy", "import_hook", "known_forms", "language_module", "modelopt"),
-                *("output_processor", "report", "rl_logprobs", "stock_path", "switch"),
+                *("import_hook", "known_forms", "language_module", "modelopt", "output_processor"),
+                *("report", "rl_logprobs", "stock_path", "switch"),
             )
         ),
     ),
@@ -165,13 +165,11 @@ def counted() -> Iterator[Flag]:
 
 
 @contextlib.contextmanager
-def flag(
-    *, log_accuracy: bool = False, deferred_logits: bool = False, trust: Any = (), **options: Any
-) -> Iterator[Flag]:
+def flag(*, deferred_logits: bool = False, trust: Any = (), **options: Any) -> Iterator[Flag]:
     """:func:`counted`, with the flag on and these options of its config; it was off, and is afterwards."""
     import megatron_fused_ce
 
-    of_heads = {"log_accuracy": log_accuracy, "deferred_logits": deferred_logits, "trust": trust}
+    of_heads = {"deferred_logits": deferred_logits, "trust": trust}
     try:
         with counted() as seen:
             megatron_fused_ce.enable(megatron_fused_ce.FusedCEConfig(**options), **of_heads)
@@ -304,7 +302,8 @@ def build_stages(model: Model, rank: Rank, seed: int = 7) -> list[Any]:
     stages = []
     for stage in range(model.virtual):
         torch.manual_seed(seed + 100 * stage)
-        made = _gpt(model, config, stage) if model.family == "gpt" else _hybrid(model, config, rank)
+        own = copy.copy(config)  # as in Megatron's training loop
+        made = _gpt(model, own, stage) if model.family == "gpt" else _hybrid(model, own, rank)
         stages.append(made.to(rank.device, model.dtype or torch.float32))
     return stages
 
@@ -495,58 +494,6 @@ def stock_logits(off: Any, ids: torch.Tensor, rank: Rank) -> torch.Tensor:
         shards = [torch.empty_like(seen[-1]) for _ in range(rank.size)]
         torch.distributed.all_gather(shards, seen[-1].contiguous())
     return torch.cat(shards, -1).transpose(0, 1)
-
-
-def batches_half_right(off: Any, rank: Rank) -> tuple[list[Batch], list[torch.Tensor]]:
-    """Three micro-batches and which labels have the largest of the stock logits: about half of them."""
-    generator = torch.Generator().manual_seed(5)
-    found, corrects = [], []
-    for _ in range(3):
-        ids, other = torch.randint(0, VOCAB, (2, BATCH, SEQUENCE), generator=generator)
-        draw, mask = torch.rand(2, BATCH, SEQUENCE, generator=generator).to(rank.device)
-        ids, other = ids.to(rank.device), other.to(rank.device)
-        logits = stock_logits(off, ids, rank)
-        labels = torch.where(draw < 0.5, logits.argmax(-1), other)
-        found.append(Batch(ids, labels, (mask < 0.7).float()))
-        corrects.append(labels == logits.argmax(-1))
-    return found, corrects
-
-
-def pretrain_loss(mask: torch.Tensor, losses: torch.Tensor) -> Any:
-    """pretrain_gpt.py's loss function."""
-    loss = (losses.view(-1).float() * mask.view(-1)).sum()
-    num_tokens = mask.sum().to(torch.int)
-    pair = torch.cat([loss.clone().detach().view(1), num_tokens.view(1)])
-    return loss, num_tokens, {"lm loss": pair}
-
-
-def run_schedule(built: Any, batches: list[Batch], rank: Rank, forward_only: bool) -> list[Any]:
-    """What the loss function reports of each micro-batch, by Megatron's own schedule."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    def forward_step(data: Any, model: Any) -> Any:
-        batch = next(data)
-        losses = model(batch.ids, *positions_and_mask(rank), labels=batch.labels, loss_mask=batch.mask)
-        return losses, functools.partial(pretrain_loss, batch.mask)
-
-    return list(
-        get_forward_backward_func()(
-            forward_step_func=forward_step, data_iterator=iter(batches), model=[built],
-            num_microbatches=len(batches), seq_length=SEQUENCE, micro_batch_size=BATCH,
-            forward_only=forward_only,
-        )
-    )  # fmt: skip
-
-
-def check_accuracy(
-    reports: list[Any], batches: list[Batch], corrects: list[torch.Tensor], ignore_index: int | None = None
-) -> None:
-    for (_, labels, mask), correct, reported in zip(batches, corrects, reports, strict=True):
-        if ignore_index is not None:
-            mask = mask * (labels != ignore_index)
-        expected = torch.stack([(mask * correct).sum(), mask.sum()])
-        assert 0 < expected[0] < expected[1] - 5
-        assert torch.equal(reported["lm accuracy"], expected), (reported, expected)
 
 
 def assert_same_gradients(got: dict[str, Any], expected: dict[str, Any], in_half: bool = False) -> None:
