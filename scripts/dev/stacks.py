@@ -57,7 +57,8 @@ MODULES |= {"bridge": "stacks_bridge", "tests": "stacks_tests"}
 
 class Stack(NamedTuple):
     """Its cases have a ``line``, ``tp``, ``cp``, ``dtype``, ``rows`` (a rank's, of the vocabulary),
-    ``hidden_size`` and ``left``: how many heads Megatron computes with the diff too, None for all."""
+    ``hidden_size`` and ``left``: how many heads Megatron computes with the diff too, None for all. ``real``,
+    where they have it: how many are made real logits, and none is fused."""
 
     cases: Sequence[Any]
     build: Callable[[Any], Any]
@@ -209,8 +210,11 @@ def row_of(stack: Stack, case: Any, off: list[dict[str, Any]], on: list[dict[str
     if case.left is None:
         served = all(fused == 0 and stock > 0 for fused, _, stock in heads)
     else:
-        served = all(each[0] > 0 and each[1:] == (0, case.left) for each in heads) and peak[1] < peak[0]
+        real = getattr(case, "real", 0)
+        served = all((each[0] == 0) == bool(real) and each[1:] == (real, case.left) for each in heads)
+        served = served and (bool(real) or peak[1] < peak[0])
     row = {"case": case.line, "dtype": case.dtype, **apart, "heads": heads, "peak": peak}
+    row |= {"left": case.left, "materialised": getattr(case, "real", 0)}  # what is expected of the heads
     return row | {"equal": close and served}
 
 

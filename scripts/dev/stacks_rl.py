@@ -98,6 +98,8 @@ class Case:
         self.mtp, self.grad, self.replayed = "MTP" in rest, "no_grad" not in rest, "replayed top-p" in rest
         # The heads of multi-token prediction are called by functional_call in miles: Megatron computes them.
         self.left = int(self.mtp and stack == "miles")
+        # Where top-p is replayed the diff materialises: log-probabilities are slime's own, of real logits.
+        self.real = int(self.replayed)
         self.totals, self.responses = SAMPLES[next((word for word in rest if word in SAMPLES), "usual")]
         generator = torch.Generator().manual_seed(3)
         self.tokens = [torch.randint(1, VOCAB, (n,), generator=generator) for n in self.totals]
