@@ -6,11 +6,9 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Literal, TypedDict
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fused_ce import batch_invariant
 from megatron_fused_ce.call import DEFAULT_CONFIG, Call
 from megatron_fused_ce.config import FusedCEConfig, takes_config, why_no_config
 from megatron_fused_ce.loss import TokenLogProbs
@@ -19,7 +17,6 @@ from megatron_fused_ce.op import (
     fused_linear_distillation,
     linear_cross_entropy,
 )
-from megatron_fused_ce.sampling_mask import masked_log_probs
 from megatron_fused_ce.several_labels import has_several_labels, with_several_labels
 from megatron_fused_ce.topk import fused_linear_topk
 from megatron_fused_ce.words import (
@@ -33,9 +30,7 @@ from megatron_fused_ce.words import (
 
 __all__ = [
     "LogProbOptions",
-    "batch_invariant_log_probs",
     "fused_linear_topk",
-    "masked_token_log_probs",
     "token_divergence",
     "token_log_probs",
 ]
@@ -224,55 +219,6 @@ def _with_grad(entropy: str) -> tuple[str, ...]:
 
 
 @takes_config
-def batch_invariant_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    in_fp32: bool = True,
-    batch_first: bool | None = None,
-    reduce_grad_hidden: bool = True,
-    tp_group: dist.ProcessGroup | None = None,
-    sequence_parallel: bool = False,
-    vocab_start: int | None = None,
-    config: FusedCEConfig | None = None,
-) -> Tensor:
-    """Log-probabilities with the bits that whole logits give in Megatron's ``--batch-invariant-mode``.
-
-    The same, to the bit, as ``log_softmax`` of the logits of all tokens, gathered over the ranks, where the
-    mode's backend is triton or deepgemm; but one chunk at a time. Outside the mode it is PyTorch's own GEMM
-    and ``log_softmax``, which promise no bits. Differentiable in ``hidden`` and ``weight`` for any upstream
-    gradient: right, by the head's own GEMMs, not equal in bits to the mode's.
-
-    Args:
-        hidden, weight, labels, batch_first, reduce_grad_hidden, tp_group, sequence_parallel, vocab_start: as
-            for :func:`token_log_probs`; one label a token, of which one outside the vocabulary has the
-            log-probability of the largest logit. The ranks' shards are of one size, in rank order.
-        in_fp32: logits are cast to fp32 before ``log_softmax``, as Megatron does since it has backends; False
-            for releases up to 0.19.
-        config: ``num_chunks``, ``chunk_tokens`` or ``memory_mb``, else 1 GiB a chunk; the rest is the
-            backward's. Options of the loss, a scale and a softcap are refused.
-
-    Returns:
-        ``[b, s]`` or ``[T]``, fp32, or the hidden states' dtype without ``in_fp32``.
-
-    Raises:
-        TypeError, ValueError: on every rank, in every call: what :func:`token_log_probs` refuses, and shards
-            or options as above.
-
-    Collectives (R > 1): one all-gather of a few int64, for which the host waits; per chunk the all-gather of
-    hidden states (sequence parallelism) and that of its logits. In the backward those of
-    :func:`.fused_linear_cross_entropy`.
-    """
-    call = Call(
-        widened(sequence_first(hidden, batch_first), weight), weight, labels, tp_group=tp_group,
-        sequence_parallel=sequence_parallel, vocab_start=vocab_start, reduce_grad_hidden=reduce_grad_hidden,
-        config=DEFAULT_CONFIG if config is None else config,
-    )  # fmt: skip
-    return batch_invariant.log_probs(call, in_fp32)
-
-
-@takes_config
 def token_divergence(
     student_hidden: Tensor,
     student_weight: Tensor,
@@ -323,126 +269,3 @@ def token_divergence(
         student, student_weight, teacher, teacher_weight, divergence=divergence, temperature=temperature,
         **options,
     )  # fmt: skip
-
-
-@takes_config
-def masked_token_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    mask_ids: Tensor,
-    mask_offsets: Tensor,
-    *,
-    temperature: float | Tensor = 1.0,
-    entropy: str = "none",
-    entropy_of: str = "kept",
-    zero_unknown: bool = False,
-    keep_label: bool = False,
-    active_mask: Tensor | None = None,
-    batch_first: bool | None = None,
-    reduce_grad_hidden: bool = True,
-    tp_group: dist.ProcessGroup | None = None,
-    sequence_parallel: bool = False,
-    vocab_start: int | None = None,
-    config: FusedCEConfig | None = None,
-) -> TokenLogProbs:
-    """Log-probability and entropy over the ids that top-p or top-k kept when a token was sampled.
-
-    The softmax is over those ids alone; gradients are exactly 0 outside. It takes three GEMMs over the
-    vocabulary, and little more for large sets (:mod:`.sampling_mask`). A
-    token whose set is empty was not filtered: its softmax is over the vocabulary, by the head, which leaves
-    all other tokens out.
-
-    Args:
-        mask_ids: int64 or int32 ``[N]``, global ids, each once for a token, in any order.
-        mask_offsets: int64 or int32 ``[T + 1]``: token ``t`` of ``labels.flatten()`` has
-            ``mask_ids[mask_offsets[t] : mask_offsets[t + 1]]``. Both the same on every rank.
-        entropy: over the kept ids; :func:`token_log_probs` has it over the vocabulary.
-        entropy_of: ``vocabulary`` takes the entropy from :func:`token_log_probs`, as slime has it: one GEMM
-            more, or with a gradient all of that function's.
-        keep_label: a label outside its set is put into it, as slime and prime-rl have it: its log-probability
-            is finite, with a gradient.
-        zero_unknown: log-probability 0, without a gradient, for a label outside the vocabulary whose token
-            has a set; that of a token with an empty set is as :func:`token_log_probs` has it.
-        active_mask: bool, ``[b, s]`` or ``[T]``, the same on every rank: tokens outside it take part in no
-            GEMM of either pass; their results are 0, without a gradient.
-        config: scale, softcap, ``true_vocab_size``; logits are fp32 unless ``logit_precision`` is
-            ``activations``; the rest for tokens with an empty set. With ``ignore_index`` a token with that
-            label and an empty set costs no GEMM, and all its results are 0 without a gradient,
-            ``skip_masked`` or not; with a set its label is outside of it.
-
-    The other arguments are those of :func:`token_log_probs`.
-
-    Returns:
-        fp32, in the labels' shape. Without ``keep_label`` a label outside its set has log-probability
-        ``-inf``, without a gradient.
-
-    Raises:
-        TypeError, ValueError: on every rank, in every call: what :func:`token_log_probs` refuses; ids outside
-            the vocabulary or twice for a token; offsets that do not begin at 0, end at N or ascend;
-            ranks with different masks.
-
-    Memory above inputs and outputs: a block of 1 GiB; some 50 bytes an id; with several blocks ``4 * V * H``
-    bytes in the backward, the sum of ``grad_weight`` in fp32. With sequence parallelism all hidden states of
-    the group, ``[T, H]``, and their gradients.
-
-    Collectives: one all-gather of a few int64, for which the host waits; those of
-    :class:`.sampling_mask.MaskedLogProbs`; where a set is empty those of the head with ``skip_masked``; for
-    the entropy of the vocabulary those of :func:`token_log_probs`.
-
-    Source: the "Keep Sampling Mask" of DeepSeek-V3.2 (arXiv:2512.02556, section 3.1).
-    """
-    return masked_log_probs_of_head(
-        sequence_first(hidden, batch_first), weight, labels, (mask_ids, mask_offsets),
-        temperature=temperature, entropy=entropy, entropy_of=entropy_of,
-        zero_unknown=zero_unknown, keep_label=keep_label, active_mask=active_mask, config=config,
-        reduce_grad_hidden=reduce_grad_hidden, tp_group=tp_group, sequence_parallel=sequence_parallel,
-        vocab_start=vocab_start,
-    )  # fmt: skip
-
-
-def masked_log_probs_of_head(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    sets: tuple[Tensor, Tensor],
-    *,
-    entropy: str = "none",
-    entropy_of: str = "kept",
-    keep_label: bool = False,
-    active_mask: Tensor | None = None,
-    config: FusedCEConfig | None = None,
-    **of_call: Any,
-) -> TokenLogProbs:
-    """:func:`masked_token_log_probs` with fields of :class:`.call.Call`, as :func:`log_probs_of_head`."""
-    wrong: ValueError | None = why_wrong_entropy(entropy)
-    if entropy_of not in ("kept", "vocabulary"):
-        wrong = ValueError(f"entropy_of is {entropy_of!r}; choose kept or vocabulary")
-    beside = entropy_of == "vocabulary" and entropy != "none"
-    own = "none" if beside else entropy
-    if entropy == "differentiable" and not beside:
-        config = unrounded(config)
-    hidden = widened(hidden, weight)
-    if isinstance(labels, Tensor):
-        of_call["temperature"] = temperature_of(of_call.get("temperature", 1.0), labels.shape)
-        if active_mask is not None:
-            wrong = wrong or why_no_mask(active_mask, labels.shape)
-    call = Call(
-        hidden, weight, labels, config=DEFAULT_CONFIG if config is None else config, caller_error=wrong,
-        outputs=_outputs(own), differentiable=_with_grad(own), **of_call,
-    )  # fmt: skip
-    made = masked_log_probs(call, *sets, active_mask, keep_label)
-    if not beside:
-        return made
-    # The tokens that it leaves out are those of the sampling mask: labels are not read here.
-    active = None if active_mask is None else active_mask.to(labels.device)
-    if config is not None:
-        if config.ignore_index is not None:
-            counts = sets[1].diff().ne(0).view(labels.shape) | labels.ne(config.ignore_index)
-            active = counts if active is None else counts & active
-        config = _changed(config, ignore_index=None, skip_masked=False)
-    options: Any = {"entropy": entropy, "config": config, **of_call}
-    with torch.set_grad_enabled(torch.is_grad_enabled() and entropy == "differentiable"):
-        of_all = log_probs_of_head(hidden, weight, labels, active_mask=active, **options).entropy
-    assert of_all is not None
-    return made._replace(entropy=of_all if active is None else of_all.masked_fill(~active, 0.0))

@@ -149,7 +149,7 @@ FLOORS = (
     ("forward",),
     ("autograd",),
     ("op",),
-    ("sampling_mask", "topk", "batch_invariant"),
+    ("topk",),
     ("rl",),
     ("adapter",),
 )

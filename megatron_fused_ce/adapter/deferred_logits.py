@@ -186,7 +186,6 @@ class DeferredLogits:
         labels: Tensor,
         entropy: str = "none",
         active_mask: Tensor | None = None,
-        sets: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None] | None:
         """``log_softmax(self)`` at ``labels`` ``[b, n]``, without logits; None if real logits are needed.
 
@@ -197,8 +196,6 @@ class DeferredLogits:
             labels: global ids, one for each of the ``n`` positions that are left; ``[n]`` after ``squeeze``.
             entropy: of the softmax too: ``none``, ``detached`` or ``differentiable``.
             active_mask: bool, in the labels' shape, as of :func:`.rl.token_log_probs`.
-            sets: int64 ids of sampling masks, label by label, and their numbers, in the labels' shape: as of
-                :func:`.rl.masked_token_log_probs` with ``keep_label``. The entropy is the vocabulary's.
 
         Returns:
             Log-probability and entropy in the labels' shape and the dtype of these logits.
@@ -208,9 +205,6 @@ class DeferredLogits:
         """
         if self.is_real or not self.for_caller or not self._batch_first or labels.shape != self.shape[:-1]:
             return None
-        if not self.head.fused_ce_serves(self, entropy == "none" and sets is None):
-            return None
-        dtype = torch.float32 if self.head.fused_ce_log_probs_in_fp32 else self.dtype
         left = slice(self._positions.start, self._positions.stop, self._positions.step)
 
         def everywhere(given: Tensor) -> Tensor:
@@ -223,16 +217,14 @@ class DeferredLogits:
         with self._grad_mode():
             # What is sliced off gets the upstream gradient 0.
             active = None if active_mask is None else everywhere(active_mask)
-            if sets is not None:
-                ends = everywhere(sets[1]).flatten().cumsum(0)
-                sets = sets[0], torch.cat((ends.new_zeros(1), ends))
-            made = self.head.fused_log_probs(self, everywhere(labels), entropy, active, sets)
+            made = self.head.fused_log_probs(self, everywhere(labels), entropy, active)
             counters().fused += 1
-            if active is None and sets is None:
+            if active is None:
                 self._of_all[:] = made[:1]
             # Not views: pipeline schedules free the tensors that they send.
+            shape, dtype = labels.shape, self.dtype
             log_prob, entropy_of = (
-                None if x is None else x[:, left].reshape(labels.shape).to(dtype, copy=True) for x in made
+                None if x is None else x[:, left].reshape(shape).to(dtype, copy=True) for x in made
             )
         assert log_prob is not None
         return log_prob, entropy_of
@@ -241,7 +233,6 @@ class DeferredLogits:
         self,
         cut: Callable[[Tensor], Iterable[tuple[Tensor, Tensor]]],
         entropy: str = "none",
-        kept: Tensor | None = None,
     ) -> list[list[Tensor] | None]:
         """:meth:`log_probs` for a caller who cuts logits ``[b, s, V]`` into samples, with one evaluation.
 
@@ -251,9 +242,6 @@ class DeferredLogits:
             cut: gives a sample's rows ``[n, 1]`` of what stands for the logits, ``[b, s, 1]`` in fp32, and
                 the labels ``[n]`` of these rows, sample by sample. The labels of no rows are not read: they
                 are often ``tokens[-n:]``, which are all of them.
-            kept: ids ``[N]`` that sampling kept. Labels are then ``[n, 3]``: a label, and where its set
-                begins and ends in ``kept``. Log-probabilities are over the set, into which the label is put;
-                the entropy is over the vocabulary. The set of a label without one is the label alone.
 
         Returns:
             log-probabilities of each sample, ``[n]``, and entropies or None; NaN where two samples have
@@ -266,21 +254,18 @@ class DeferredLogits:
         numbers = torch.arange(shape.numel(), dtype=torch.float32, device=self.device)  # exact below 2**24
         cuts = [(rows.flatten().long(), labels) for rows, labels in cut(numbers.view(*shape, 1))]
         sizes = [len(rows) for rows, _ in cuts]
-        given = [
-            (labels if len(rows) else labels[:0]).view(-1, 1 if kept is None else 3) for rows, labels in cuts
-        ]
+        given = [labels if len(rows) else labels[:0] for rows, labels in cuts]
         if sizes != [len(labels) for labels in given]:
             raise ValueError(f"samples have {sizes} rows and {[len(labels) for labels in given]} labels")
         where, ids = torch.cat([rows for rows, _ in cuts]), torch.cat(given)
-        everywhere = ids.new_zeros(shape.numel(), ids.shape[1], dtype=torch.int64)
+        everywhere = ids.new_zeros(shape.numel(), dtype=torch.int64)
         everywhere[where] = ids
-        shared = (everywhere[where] != ids).any(-1)  # a row with the label of another sample
+        shared = everywhere[where] != ids  # a row with the label of another sample
         active = None
         if len(where) < len(everywhere):
             active = torch.zeros(shape, dtype=torch.bool, device=self.device)
             active.view(-1)[where] = True
-        sets = None if kept is None else _sets(kept, everywhere, shape)
-        made = self.log_probs(everywhere[:, 0].view(shape), entropy, active, sets)
+        made = self.log_probs(everywhere.view(shape), entropy, active)
         if made is None:
             raise RuntimeError("log_probs_of needs deferred logits [b, s, V] as the model returned them")
         of_samples = [None if x is None else x.flatten()[where].masked_fill(shared, torch.nan) for x in made]
@@ -502,21 +487,6 @@ class DeferredLogits:
         if func is torch.max and args and isinstance(args[0], cls):
             return args[0].max(*args[1:], **kwargs)
         return func(*real(args), **real(kwargs))
-
-
-def _sets(kept: Tensor, spans: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
-    """Ids of the sets of ``spans`` ``[T, 3]``: label, begin, end in ``kept``. Their numbers, in ``shape``.
-
-    A set that ``kept`` does not have is the id -1, which is an error on every rank.
-    """
-    label, begin, end = spans.unbind(-1)
-    bad = (begin < 0) | (end < begin) | (end > len(kept))
-    number = (end - begin).masked_fill(bad, 0).clamp_min(1)
-    begin = torch.where(end > begin, begin, len(kept) + torch.arange(len(label), device=label.device))
-    token = torch.repeat_interleave(number)
-    place = (begin - number.cumsum(0) + number)[token] + torch.arange(len(token), device=label.device)
-    ids = torch.cat((kept.to(label), label))
-    return ids[place.clamp(0, len(ids) - 1)].masked_fill(bad[token], -1), number.view(shape)
 
 
 def real(value: Any) -> Any:

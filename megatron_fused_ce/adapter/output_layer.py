@@ -15,7 +15,6 @@ import torch
 from megatron.core.tensor_parallel import layers
 from torch import Tensor
 
-from megatron_fused_ce import batch_invariant
 from megatron_fused_ce.adapter import deferred_logits, report, stock_path
 from megatron_fused_ce.adapter.consumer import model_of, name_of
 from megatron_fused_ce.adapter.deferred_logits import DeferredLogits, LossAndArgmax
@@ -27,7 +26,7 @@ from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.distillation import Distillation
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.promise import Head
-from megatron_fused_ce.rl import masked_log_probs_of_head, unrounded
+from megatron_fused_ce.rl import unrounded
 
 
 class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
@@ -120,19 +119,6 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
         return deferred.loss(labels, of_loss(model_of(caller), labels))
 
     @property
-    def fused_ce_log_probs_in_fp32(self) -> bool:
-        """Whether ``selective_log_softmax`` casts logits to fp32: in the batch-invariant mode of Megatrons
-        that have a choice of backends."""
-        on, _ = stock_path.batch_invariant(self.config)
-        return on and hasattr(self.config, "batch_invariant_backend")
-
-    def fused_ce_serves(self, deferred: DeferredLogits, plain: bool) -> bool:
-        """Whether it can give log-probabilities (``plain``: alone, over the vocabulary) of these logits:
-        batch-invariant ones of plain logits."""
-        plain = plain and deferred.logit_scale == 1.0 and not deferred.at_call.softcap
-        return plain or not stock_path.batch_invariant(self.config)[0]
-
-    @property
     def stock_forward(self) -> Any:
         """Of the class that this one was before it was adopted."""
         return super().forward
@@ -169,17 +155,15 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
         labels: Tensor,
         entropy: str = "none",
         active: Tensor | None = None,
-        sets: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probability and, if asked for, entropy of ``labels`` in the vocabulary: fp32 ``[b, s]``.
 
         Args:
             active: bool ``[b, s]``, the tokens that need them, None for all.
-            sets: ids and offsets of a sampling mask that keeps its label; the entropy is the vocabulary's.
         """
         stock_path.refuse_log_probs(self.fused_ce_config)
         unknown = TokenWeights(None, "the caller of log-probabilities weighs each token as it likes")
-        request = _LossRequest(_config_of(deferred), labels, unknown, entropy, active, sets)
+        request = _LossRequest(_config_of(deferred), labels, unknown, entropy, active)
         return self._evaluate(deferred, request).neg(), request.made_entropy
 
     def fused_nothing(self, deferred: DeferredLogits, batch: int, positions: int) -> Tensor:
@@ -277,25 +261,8 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
             return self._nothing(input_, weight, fused_ce_request), None
         labels, token_weights = fused_ce_request.labels, fused_ce_request.token_weights
         entropy = fused_ce_request.entropy
-        if stock_path.batch_invariant(self.config)[0]:
-            config = self._config_of_call(fused_ce_request.config, token_weights)
-            call = self._call(input_, weight, labels, token_weights, config, head=_head_of(self))
-            made = batch_invariant.log_probs(call, self.fused_ce_log_probs_in_fp32).neg()
-            inactive = None if fused_ce_request.active is None else ~fused_ce_request.active
-            return made if inactive is None else made.masked_fill(inactive, 0.0), None
         config = self._config_of_call(fused_ce_request.config, token_weights, entropy)
         active = fused_ce_request.active
-        if fused_ce_request.sets is not None:
-            report.say_once(self.tp_group.rank(), "on: log-probabilities over kept ids, in blocks of 1 GiB")
-            made_of_sets = masked_log_probs_of_head(
-                input_, weight, labels, fused_ce_request.sets, entropy=entropy, entropy_of="vocabulary",
-                keep_label=True, active_mask=active, config=replace(config, skip_masked=False),
-                tp_group=self.tp_group, sequence_parallel=self.sequence_parallel,
-                vocab_start=self.tp_group.rank() * self.output_size_per_partition,
-                open_grad_weight=open_grad_weight_for(weight, self.gradient_accumulation_fusion),
-            )  # fmt: skip
-            fused_ce_request.made_entropy = made_of_sets.entropy
-            return made_of_sets.log_prob.neg(), None
         if active is not None:
             token_weights, config = TokenWeights(active.float()), replace(config, skip_masked=True)
         out = linear_cross_entropy(
@@ -526,7 +493,6 @@ class _LossRequest:
     token_weights: TokenWeights
     entropy: str = "none"
     active: Tensor | None = None  # bool [b, s]; of log-probabilities
-    sets: tuple[Tensor, Tensor] | None = None  # of a sampling mask
     nothing: bool = False  # the losses have upstream gradients of 0 alone
     answered: bool = False
     made_entropy: Tensor | None = None

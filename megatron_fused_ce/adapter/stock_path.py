@@ -102,14 +102,8 @@ def _reason_at_build(model: Any, megatron_args: Any, joined: bool) -> str | None
     unknown = _why_unknown_layer(layer, config)
     if unknown is not None:
         return unknown
-    on, any_rows = batch_invariant(config)
     checks = (
         *_always(layer, config),
-        (
-            on and not any_rows,
-            "--batch-invariant-mode with the backend te_native promises equal bits for multiples of 64 rows "
-            "alone; triton and deepgemm are served for log-probabilities",
-        ),
         (layer.gather_output, "its output layer gathers the logits (parallel_output=False)"),
         (_config_logger_on(config), "the config logger writes the logits to disk"),
         (
@@ -210,21 +204,6 @@ def _always(layer: Any, config: Any) -> tuple[tuple[bool, str], ...]:
     )
 
 
-def batch_invariant(config: Any) -> tuple[bool, bool]:
-    """Whether ``--batch-invariant-mode`` is on, and its backend promises equal bits for any number of rows.
-
-    Releases without a choice of backends replace the GEMMs as ``triton`` does.
-    """
-    on = bool(getattr(config, "batch_invariant_mode", False))
-    return on, getattr(config, "batch_invariant_backend", "triton") != "te_native"
-
-
-_BATCH_INVARIANT = (
-    "--batch-invariant-mode replaces the products and the softmax by kernels whose sums do not depend on the "
-    "batch"
-)
-
-
 def _of_layer(layer: Any) -> tuple[tuple[bool, str], ...]:
     """What Megatron's layer looks up at every call, since it may be changed after the model was built."""
     sums = layer.tp_group.size() > 1 and not layer.sequence_parallel and not layer.disable_grad_reduce
@@ -234,6 +213,11 @@ def _of_layer(layer: Any) -> tuple[tuple[bool, str], ...]:
         (
             layer.disable_grad_reduce or getattr(layer, "allreduce_dgrad", sums) != sums,
             "its output layer does not reduce grad_hidden (LoRA)",
+        ),
+        (
+            getattr(getattr(layer, "config", None), "batch_invariant_mode", False),
+            "--batch-invariant-mode replaces the products and the softmax by kernels whose sums do not "
+            "depend on the batch",
         ),
     )
 
@@ -328,8 +312,6 @@ def reason_at_call(
     unknown = consumer.why_unknown(caller)
     if unknown:
         return unknown
-    if batch_invariant(getattr(layer, "config", None))[0] and not consumer.returns_logits(caller):
-        return f"{_BATCH_INVARIANT}; of it, log-probabilities of returned logits alone are served"
     if consumer.returns_logits(caller):
         if not stays_with_caller:
             return "the model was called without labels, and returns its logits"
@@ -428,8 +410,7 @@ def refuse_processor(layer: Any, adopted: bool) -> None:
     if reason is None and not adopted and "forward" in vars(layer):
         reason = f"its forward is {name_of(layer.forward)}, which may change the logits"
     if reason is None:
-        checks = (*_always(layer, config), (batch_invariant(config)[0], _BATCH_INVARIANT))
-        reason = next((words for applies, words in checks if applies), None)
+        reason = next((words for applies, words in _always(layer, config) if applies), None)
     reason = reason or _why_hooked(layer)
     if reason:
         raise ValueError(

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_fused_ce.rl import masked_token_log_probs, token_log_probs
+from megatron_fused_ce.rl import token_log_probs
 from megatron_fused_ce.scripts.bench.cases import Cell
 from megatron_fused_ce.scripts.bench.loss import config_of, wide
 from megatron_fused_ce.scripts.bench.op import PEER, Case, Op, bare, why_not
@@ -18,7 +18,7 @@ from megatron_fused_ce.scripts.bench.peers import PEERS
 from megatron_fused_ce.scripts.bench.problem import Outputs, Problem, World
 
 TEMPERATURE = 0.7
-KEPT, LABELS = (16, 512), (64, 1024)
+LABELS = (64, 1024)
 PRODUCT, GEMMS, VERL, FORWARD = "product", "three GEMMs", "verl", ", forward only"
 
 
@@ -26,7 +26,6 @@ class Kind(NamedTuple):
     """What the definition has to know of a row."""
 
     per_token: bool = False  # its temperature
-    kept: int = 0  # ids that sampling kept
     num_ids: int = 0  # whose log-probabilities are asked for; 0: the label's
     masked: bool = False  # tokens outside ``active`` give 0
 
@@ -44,18 +43,18 @@ class Rl(Problem):
         self.of_log_prob, self.of_entropy = self.normal(T), 0.1 * self.normal(T)
         self._order = torch.randperm(vocab, generator=self._generator, device=device)
         self._start = self.ids(T, 1)
-        self._kept: dict[int, Tensor] = {}
+        self._ids: dict[int, Tensor] = {}
         self.active = self.uniform(T) < 0.5
         self.of_active = self.of_log_prob * self.active
         for count in LABELS:
             setattr(self, f"of_{count}_ids", self.normal(T, count))
 
-    def kept(self, count: int) -> Tensor:
+    def ids_of(self, count: int) -> Tensor:
         """``[T, count]`` ids, different ones for a token."""
-        if count not in self._kept:
+        if count not in self._ids:
             places = self._start + torch.arange(count, device=self._start.device)
-            self._kept[count] = self._order[places % len(self._order)]
-        return self._kept[count]
+            self._ids[count] = self._order[places % len(self._order)]
+        return self._ids[count]
 
     def grad_logits(self, part: slice) -> Tensor:
         """Of log-probabilities alone, for the bare products."""
@@ -67,11 +66,7 @@ class Rl(Problem):
     def definition(self, kind: Kind, hidden: Tensor, weight: Tensor, part: slice) -> Outputs:
         z = wide(hidden @ weight.t())
         z = z / (self.temperatures[0, part, None].to(z.dtype) if kind.per_token else TEMPERATURE)
-        labels = self.labels[part, None]
-        if kind.kept:
-            z, labels = z.gather(1, self.kept(kind.kept)[part]), torch.zeros_like(labels)
-        if kind.num_ids:
-            labels = self.kept(kind.num_ids)[part]
+        labels = self.ids_of(kind.num_ids)[part] if kind.num_ids else self.labels[part, None]
         log_p = z.log_softmax(-1)
         log_prob = log_p.gather(1, labels)
         if kind.masked:
@@ -86,28 +81,13 @@ def _ours(strategy: str, kind: Kind, options: dict[str, Any], problem: Rl) -> Ou
     made = token_log_probs(
         problem.hidden,
         problem.weight,
-        problem.kept(kind.num_ids) if kind.num_ids else problem.labels,
+        problem.ids_of(kind.num_ids) if kind.num_ids else problem.labels,
         temperature=problem.temperatures[0] if kind.per_token else TEMPERATURE,
         entropy=options.get("entropy", "none"),
         active_mask=problem.active if kind.masked else None,
         config=config_of(strategy, **of_config),
     )
     return {name: value for name, value in made._asdict().items() if value is not None}
-
-
-def _masked(count: int, problem: Rl) -> Outputs:
-    kept = problem.kept(count)
-    made = masked_token_log_probs(
-        problem.hidden.unsqueeze(1),
-        problem.weight,
-        kept[:, 0].unsqueeze(0),
-        kept.flatten(),
-        torch.arange(len(kept) + 1, device=kept.device) * count,
-        temperature=TEMPERATURE,
-        entropy="differentiable",
-    )
-    assert made.entropy is not None
-    return {"log_prob": made.log_prob.flatten(), "entropy": made.entropy.flatten()}
 
 
 def _verl(problem: Rl) -> Outputs:
@@ -158,8 +138,7 @@ def cases_of(given: argparse.Namespace, cell: Cell, world: World) -> list[Case]:
             budget = {"memory_mb": given.memory_mb} if strategy == "auto" else {}
             run = partial(_ours, strategy, kind, options | budget)
             found.append(case(name.format(strategy), run, kind, grads))
-    kept = [count for count in KEPT if cell.vocab >= count]
-    return found + [case(f"{K} kept ids", partial(_masked, K), Kind(kept=K), BOTH) for K in kept]
+    return found
 
 
 BASES = bare(PRODUCT, 1, backward=False), bare(GEMMS, 3)

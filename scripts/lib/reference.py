@@ -39,8 +39,6 @@ class HeadInputs:
     config: FusedCEConfig = field(default_factory=FusedCEConfig)
     #: ``[b, s]`` fp32: what divides the logits of a token, after the softcap; None for 1
     temperature: Tensor | None = None
-    #: ``[b, s, K]`` bool: the classes that the softmax of a token is over; None for all
-    kept: Tensor | None = None
     #: GEMMs that make the logits: the order in which one sums depends on its shape
     gemms: int = 1
 
@@ -258,12 +256,7 @@ def _logits(
         z = options.logit_softcap * torch.tanh(z / options.logit_softcap)
     if inputs.temperature is not None:
         z = z / inputs.temperature.t().unsqueeze(-1).to(z.dtype)
-    z = z[..., : options.true_vocab_size]
-    return (
-        hidden,
-        weight,
-        z if inputs.kept is None else z.masked_fill(~inputs.kept.transpose(0, 1), -torch.inf),
-    )
+    return hidden, weight, z[..., : options.true_vocab_size]
 
 
 def plain_outputs(

@@ -34,11 +34,6 @@ UNKNOWN = TokenWeights(None, "nobody said")
 class KnownHead:
     """A head whose real logits are known."""
 
-    fused_ce_log_probs_in_fp32 = False
-
-    def fused_ce_serves(self, deferred, plain):
-        return True
-
     def __init__(self):
         self.logits = torch.randn(4, 2, 6, generator=torch.Generator().manual_seed(0))
         self.seen_scale = None
@@ -264,7 +259,7 @@ def test_log_probs_of_what_is_remembered(gathered, use, scale, positions, dtype)
     """Labels and log-probabilities of the positions that are left, of the whole sequence in the head."""
     seen = []
 
-    def fused_log_probs(deferred, labels, entropy, active, sets):
+    def fused_log_probs(deferred, labels, entropy, active):
         seen.append((deferred.logit_scale, labels))
         assert active is None
         return torch.arange(8.0).view(2, 4), None if entropy == "none" else torch.arange(8.0, 16.0).view(2, 4)
@@ -330,7 +325,7 @@ def test_samples_are_computed_alone(gathered):
     """The head gets the rows of samples as active; labels of no rows are not read."""
     seen = []
 
-    def fused_log_probs(deferred, labels, entropy, active, sets):
+    def fused_log_probs(deferred, labels, entropy, active):
         seen.append((labels, active))
         return labels.float(), None
 

@@ -17,7 +17,6 @@ from megatron_fused_ce import FusedCEConfig, call, parallel, promise
 from megatron_fused_ce.call import Call
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.promise import BROKEN, KEPT, NOT_FINITE, Head, fit_scalar
-from megatron_fused_ce.rl import masked_token_log_probs
 from megatron_fused_ce.scripts.lib.reference import HeadInputs, make_inputs
 from tests.support.op import EXP_DTYPE, HAS_EXP, STRATEGIES, captured, promises, run
 from tests.support.problems import open_main_grad, same_bits
@@ -524,14 +523,7 @@ def by_strategy(strategy, micro):
     return micro.losses(strategy)
 
 
-def by_mask(micro):
-    """Log-probabilities over two ids a token."""
-    ids = torch.stack((micro.labels, (micro.labels + 1) % 20), -1).flatten()
-    offsets = torch.arange(0, len(ids) + 1, 2, device=ids.device)
-    return masked_token_log_probs(micro.hidden, micro.weight, micro.labels, ids, offsets).log_prob
-
-
-HEADS = {strategy: partial(by_strategy, strategy) for strategy in STRATEGIES} | {"kept ids": by_mask}
+HEADS = {strategy: partial(by_strategy, strategy) for strategy in STRATEGIES}
 
 
 @pytest.mark.parametrize("upstream", ["a plain sum", "the loss squared"])

@@ -12,26 +12,20 @@ import math
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from megatron_fused_ce import (
-    FusedCEConfig,
-    fused_linear_token_outputs,
-    fused_linear_topk_distillation,
-    sampling_mask,
-)
+from megatron_fused_ce import FusedCEConfig, fused_linear_token_outputs, fused_linear_topk_distillation
 from megatron_fused_ce.call import Call
 from megatron_fused_ce.logits import rows_torch
 from megatron_fused_ce.loss import merge_extra, merge_shards
 from megatron_fused_ce.losses import Rows
 from megatron_fused_ce.losses.form import LossForm
 from megatron_fused_ce.op import linear_cross_entropy
-from megatron_fused_ce.rl import masked_token_log_probs, token_log_probs
+from megatron_fused_ce.rl import token_log_probs
 from megatron_fused_ce.scripts.lib.reference import (
     UNIT_32,
     HeadInputs,
@@ -159,67 +153,6 @@ def test_token_log_probs(problem, entropy, zero_unknown):
         return {**made, "log_prob": made["log_prob"].where(known | (not zero_unknown), 0.0)}
 
     check(problem, run(problem, head, upstreams, inputs=inputs), evaluate)
-
-
-def random_mask(problem: DrawnProblem, kind: str):
-    """Kept ids ``[b, s, K]``; which sets ``[b, s]`` are empty, so keep all; the same as ids and offsets."""
-    inputs, generator = problem.inputs(), problem.generator(4)
-    num_classes = problem.config.true_vocab_size or problem.vocab
-    shape = (*inputs.labels.shape, num_classes)
-    kept = torch.rand(shape, generator=generator) < torch.rand((*shape[:2], 1), generator=generator) ** 2
-    known = (inputs.labels >= 0) & (inputs.labels < num_classes)
-    of_label = inputs.labels.where(known, 0).unsqueeze(-1)
-    if kind == "label alone":
-        kept[:] = False
-    if kind != "any":
-        kept = kept.scatter(-1, of_label, kept.gather(-1, of_label) | known.unsqueeze(-1))
-    if kind == "some empty":
-        kept &= torch.rand((*shape[:2], 1), generator=generator) < 0.5
-    # In the labels' layout, which is [T] of s-major tokens where the call is flat.
-    rows = kept.transpose(0, 1).flatten(0, 1) if problem.flat else kept.flatten(0, 1)
-    offsets = torch.cat((torch.zeros(1, dtype=torch.int64), rows.sum(-1).cumsum(0)))
-    empty = ~kept.any(-1)
-    return kept | empty.unsqueeze(-1), empty, rows.nonzero()[:, 1], offsets
-
-
-@share(0.1)
-@given(
-    problems(strategies=("store", "recompute", "auto")),
-    st.sampled_from(ENTROPY_CHOICES),
-    st.sampled_from(("any", "with label", "label alone", "some empty")),
-    st.sampled_from((1, 512, 1 << 24)),
-)
-@example(OUTSIDE, "differentiable", "some empty", 512)
-@example(replace(OUTSIDE, temperature="per token", flat=True), "detached", "with label", 512)
-def test_masked_token_log_probs(problem, entropy, kind, block_bytes):
-    """Over kept ids alone; in blocks of a token and of all."""
-    problem = of_any_label(problem)
-    tried("masked_token_log_probs", problem)
-    kept, unfiltered, ids, offsets = random_mask(problem, kind)
-    inputs = replace(problem.inputs(), kept=kept)
-    num_classes = kept.shape[-1]
-    known = (inputs.labels >= 0) & (inputs.labels < num_classes)
-    inside = kept.gather(-1, inputs.labels.where(known, 0).unsqueeze(-1)).squeeze(-1) & known
-    names = ("log_prob", "entropy") if entropy == "differentiable" else ("log_prob",)
-    upstreams = {name: inputs.grad_loss.roll(i, 1) for i, name in enumerate(names)}
-
-    def head(*args, token_weights=None, **options):
-        made = masked_token_log_probs(*args, ids, offsets, entropy=entropy, **options)
-        return {name: value for name, value in made._asdict().items() if value is not None}
-
-    def evaluate(dtype, roundings):
-        # A label outside its set has no gradient.
-        given = {**upstreams, "log_prob": torch.where(inside | unfiltered, upstreams["log_prob"], 0.0)}
-        made = outputs_in(inputs, given)(dtype, roundings)
-        return {**made, "log_prob": made["log_prob"].where(inside | unfiltered, -torch.inf)}
-
-    with patch.object(sampling_mask, "BLOCK_BYTES", block_bytes):
-        made = run(problem, head, upstreams, inputs=inputs)
-    assert bool((made["log_prob"] == -torch.inf)[~inside & ~unfiltered].all())
-    check(problem, made, evaluate)
-    if not unfiltered.any():
-        untouched = ~kept.flatten(0, 1).any(0)
-        assert not made["grad_weight"][:num_classes][untouched].any()
 
 
 def logits_and_resolution(inputs: HeadInputs):

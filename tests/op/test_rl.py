@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_topk_distillation, masked_tokens
-from megatron_fused_ce.rl import (
-    masked_log_probs_of_head,
-    masked_token_log_probs,
-    token_divergence,
-    token_log_probs,
-    unrounded,
-)
+from megatron_fused_ce.rl import token_divergence, token_log_probs, unrounded
 from megatron_fused_ce.scripts.lib.reference import (
     FLOOR,
     make_inputs,
@@ -24,8 +17,7 @@ from megatron_fused_ce.scripts.lib.reference import (
     relative_error,
 )
 from tests.support.losses import Loss, assert_within
-from tests.support.op import RoundedFactors, gemm_flops, leaves
-from tests.support.problems import open_main_grad
+from tests.support.op import gemm_flops, leaves
 
 SIZES = {"s": 12, "b": 2, "hidden_size": 16, "vocab": 53}
 
@@ -148,41 +140,6 @@ def test_batch_first(device):
     assert relative_error(packed.detach(), right.flatten()) < FLOOR[torch.float32]
 
 
-def test_ignored_tokens_without_a_set(device):
-    """Prompts: log-probability 0 and no gradient."""
-    inputs = make_inputs("plain", **SIZES, dtype=torch.float32, device=device)
-    inputs.labels[:, :5] = -100
-    hidden = inputs.hidden.clone().requires_grad_()
-    offsets = torch.zeros(inputs.labels.numel() + 1, dtype=torch.int64, device=device)
-    ids = offsets[:0]
-    config = FusedCEConfig(ignore_index=-100)
-    made = masked_token_log_probs(hidden, inputs.weight, inputs.labels, ids, offsets, config=config)
-    made.log_prob.backward(inputs.grad_loss)
-    assert not made.log_prob[:, :5].any() and not hidden.grad[:5].any()
-    alone = token_log_probs(inputs.hidden[5:], inputs.weight, inputs.labels[:, 5:].contiguous())
-    assert relative_error(made.log_prob[:, 5:].detach(), alone.log_prob) < FLOOR[torch.float32]
-
-
-def one_set_for_all(labels, *ids):
-    """The same kept ids for every token."""
-    count = labels.numel()
-    offsets = torch.arange(0, count * len(ids) + 1, len(ids), device=labels.device)
-    return torch.tensor(ids * count, device=labels.device), offsets
-
-
-def test_ids_of_a_mask_are_those_of_the_vocabulary(device):
-    """Of the weight's rows, of which nobody can be told that there are more."""
-    hidden, weight = torch.randn(3, 4, device=device), torch.randn(8, 4, device=device)
-    labels = torch.tensor([1, 2, 1], device=device)
-    ids, offsets = one_set_for_all(labels, 1, 2, 5)
-    for bad in (ids - 2, ids + 3):
-        with pytest.raises(ValueError, match="expected ids of the vocabulary, 0 to 7"):
-            masked_token_log_probs(hidden, weight, labels, bad, offsets)
-    with pytest.raises(ValueError, match="the vocabulary has 8 rows"):
-        config = FusedCEConfig(true_vocab_size=16)
-        masked_token_log_probs(hidden, weight, labels, *one_set_for_all(labels, 1, 2, 12), config=config)
-
-
 @pytest.mark.parametrize("form", ["a tensor without dimensions", "one of each sequence"])
 def test_temperatures(form, device):
     """They are those of each token; divergences and a teacher's targets take the first, too."""
@@ -191,14 +148,9 @@ def test_temperatures(form, device):
     given = torch.tensor([0.5, 2.0], device=device)
     given = given[0] if form.startswith("a tensor") else given
     each = given.reshape(-1, 1).expand(inputs.labels.shape)
-    mask = one_set_for_all(inputs.labels, *range(0, 53, 3))
     teacher = make_teacher(inputs, 4)
-    for function, more in (
-        (token_log_probs, (inputs.labels,)),
-        (token_log_probs, (inputs.labels.unsqueeze(-1).expand(2, 12, 3),)),
-        (masked_token_log_probs, (inputs.labels, *mask)),
-    ):
-        made, right = (function(hidden, weight, *more, temperature=t).log_prob for t in (given, each))
+    for labels in (inputs.labels, inputs.labels.unsqueeze(-1).expand(2, 12, 3)):
+        made, right = (token_log_probs(hidden, weight, labels, temperature=t).log_prob for t in (given, each))
         torch.testing.assert_close(made, right)
     made, right = (
         fused_linear_topk_distillation(hidden, weight, *teacher, temperature=t) for t in (given, each)
@@ -261,169 +213,3 @@ def test_kl_from_a_teachers_likeliest(strategy, device):
         assert torch.equal(made, right)
     with pytest.raises(ValueError, match="choose cross_entropy or kl"):
         fused_linear_topk_distillation(inputs.hidden, inputs.weight, ids, log_q, loss="jsd")
-
-
-def test_a_mask_with_labels_of_no_class(device):
-    """0 where asked for, also with the label kept, and no gradient."""
-    inputs = make_inputs("plain", **SIZES, dtype=torch.float32, device=device)
-    labels = inputs.labels.clone()
-    labels[:, ::3] = 53
-    mask = one_set_for_all(labels, 1, 2)
-    hidden, weight = leaves(inputs)
-    hidden = hidden.detach().transpose(0, 1).contiguous().requires_grad_()
-    options = {"zero_unknown": True, "keep_label": True, "batch_first": True}
-    made = masked_token_log_probs(hidden, weight, labels, *mask, **options).log_prob
-    made.sum().backward()
-    assert not made[:, ::3].any() and (made[:, 1::3] < 0).all() and made.isfinite().all()
-    assert not hidden.grad[:, ::3].any() and hidden.grad[:, 1::3].any()
-
-
-def test_a_mask_under_autocast_and_without_gradients(device):
-    """As in token_log_probs: operands in autocast's dtype, any strategy where no gradient is wanted."""
-    inputs = make_inputs("plain", **SIZES, dtype=torch.float32, device=device)
-    mask = one_set_for_all(inputs.labels, *range(0, 53, 3))
-    given = inputs.hidden, inputs.weight
-    config = FusedCEConfig(strategy="grad_in_forward")
-    with torch.autocast(device.type, torch.bfloat16), torch.no_grad():
-        found = masked_token_log_probs(*given, inputs.labels, *mask, config=config).log_prob
-    half = (tensor.bfloat16() for tensor in given)
-    assert torch.equal(found, masked_token_log_probs(*half, inputs.labels, *mask).log_prob)
-
-
-@pytest.mark.parametrize("per_token", [False, True], ids=["one", "per token"])
-def test_a_mask_in_fp16_at_a_low_temperature(per_token, device):
-    """The scale that keeps fp16 gradients finite knows the temperature."""
-    inputs = make_inputs("plain", **SIZES, dtype=torch.float16, device=device)
-    inputs = replace(inputs, temperature=torch.full(inputs.labels.shape, 2.0**-9, device=device))
-    hidden, weight = leaves(inputs)
-    mask = one_set_for_all(inputs.labels, *range(53))
-    temperature = inputs.temperature if per_token else 2.0**-9
-    made = masked_token_log_probs(hidden, weight, inputs.labels, *mask, temperature=temperature)
-    made.log_prob.backward(inputs.grad_loss)
-    _, *exact = plain_outputs(inputs, {"log_prob": inputs.grad_loss}, torch.float64)
-    for made, true in zip((hidden.grad, weight.grad), exact, strict=True):
-        assert relative_error(made, true) < 2 * FLOOR[torch.float16]
-
-
-def test_a_mask_with_an_entropy_without_a_gradient(device):
-    inputs = make_inputs("plain", **SIZES, dtype=torch.float32, device=device)
-    hidden, weight = leaves(inputs)
-    mask = one_set_for_all(inputs.labels, *range(0, 53, 3))
-    made = masked_token_log_probs(hidden, weight, inputs.labels, *mask, entropy="detached")
-    assert made.log_prob.requires_grad and not made.entropy.requires_grad
-
-
-@pytest.mark.parametrize("entropy", ["detached", "differentiable"])
-def test_a_mask_with_the_entropy_of_the_vocabulary(entropy, device):
-    """As slime has it: the log-probability is over the kept ids, its entropy is not."""
-    inputs = make_inputs("plain", **SIZES, dtype=torch.float32, device=device)
-    mask = one_set_for_all(inputs.labels, *range(0, 53, 3))
-    results = []
-    for together in (True, False):
-        hidden, weight = leaves(inputs)
-        wanted = {"entropy": entropy, "temperature": 0.7}
-        if together:
-            wanted["entropy_of"] = "vocabulary"
-            log_prob, of_all = masked_token_log_probs(hidden, weight, inputs.labels, *mask, **wanted)
-        else:
-            made = masked_token_log_probs(hidden, weight, inputs.labels, *mask, temperature=0.7)
-            log_prob, of_all = (
-                made.log_prob,
-                token_log_probs(hidden, weight, inputs.labels, **wanted).entropy,
-            )
-        assert of_all.requires_grad == (entropy == "differentiable")
-        kept = log_prob.isfinite()
-        loss = log_prob[kept].sum() + (of_all * inputs.grad_loss).sum()
-        loss.backward()
-        results.append((log_prob.detach()[kept], of_all.detach(), hidden.grad, weight.grad))
-    for one, other in zip(*results, strict=True):
-        assert torch.equal(one, other)
-    with pytest.raises(ValueError, match="choose kept or vocabulary"):
-        masked_token_log_probs(inputs.hidden, inputs.weight, inputs.labels, *mask, entropy_of="all")
-
-
-@pytest.mark.parametrize("precision", ["fp32", "activations"])
-def test_a_mask_as_a_head_has_it(precision, device):
-    """All gradients of its weight go one way; its logits are rounded where the rollout engine's are."""
-    inputs = make_inputs("plain", **SIZES, dtype=torch.bfloat16, device=device)
-    ids, offsets = one_set_for_all(inputs.labels, *range(0, 53, 3))
-    offsets = offsets.clamp_max(len(ids) - 36)  # the last two have no set
-    hidden, weight = leaves(inputs)
-    main_grad = torch.zeros(weight.shape, device=device)
-    config = FusedCEConfig(logit_precision=precision, num_chunks=2)
-    options = {"entropy_of": "vocabulary", "entropy": "differentiable", "keep_label": True, "config": config}
-    opened = partial(open_main_grad, main_grad)
-    made = masked_log_probs_of_head(
-        hidden, weight, inputs.labels, (ids[: offsets[-1]], offsets), open_grad_weight=opened, **options
-    )
-    (made.log_prob * inputs.grad_loss + made.entropy).sum().backward()
-    logits = (inputs.hidden.float() @ inputs.weight.float().t()).transpose(0, 1)
-    logits = (logits.bfloat16() if precision == "activations" else logits).float()
-    labels, kept = inputs.labels.unsqueeze(-1), torch.full_like(logits, -torch.inf)
-    kept[..., ::3] = 0.0
-    kept = kept.scatter(-1, labels, 0.0)
-    kept.view(-1, 53)[-2:] = 0.0
-    right = (logits + kept).log_softmax(-1).gather(-1, labels).squeeze(-1)
-    assert relative_error(made.log_prob.detach(), right) < FLOOR[torch.float32]
-    apart = [leaf.detach().float().requires_grad_() for leaf in (hidden, weight)]
-    z = (apart[0] @ apart[1].t()).transpose(0, 1)
-    log_p = z.log_softmax(-1)
-    of_all = -(log_p.exp() * log_p).sum(-1)
-    log_prob = (z + kept).log_softmax(-1).gather(-1, labels).squeeze(-1)
-    (log_prob * inputs.grad_loss + of_all).sum().backward()
-    assert weight.grad is None
-    for got, exact in ((hidden.grad, apart[0].grad), (main_grad, apart[1].grad)):
-        assert relative_error(got, exact) < 2 * FLOOR[torch.bfloat16]
-
-
-@pytest.mark.parametrize("skip_masked", [False, True])
-def test_an_ignored_token_without_a_set_has_no_entropy_of_the_vocabulary(skip_masked, device):
-    """Nor a gradient. One with a set has that of any other token."""
-    inputs = make_inputs("plain", **SIZES, dtype=torch.float32, device=device)
-    labels = inputs.labels.clone()
-    labels[:, ::2] = -100
-    ids, offsets = one_set_for_all(labels, *range(0, 53, 3))
-    without = labels.numel() // 2  # from here on
-    ids = ids[: offsets[without]]
-    offsets = offsets.clamp(max=len(ids))
-    config = FusedCEConfig(ignore_index=-100, skip_masked=skip_masked)
-    wanted = {"entropy": "differentiable", "entropy_of": "vocabulary", "config": config}
-    hidden, weight = leaves(inputs)
-    made = masked_token_log_probs(hidden, weight, labels, ids, offsets, **wanted)
-    counts = (labels != -100) | (torch.arange(labels.numel(), device=device) < without).view(labels.shape)
-    made.entropy.backward(inputs.grad_loss)
-    upstream = {"entropy": inputs.grad_loss.masked_fill(~counts, 0.0)}
-    exact, *gradients = plain_outputs(inputs, upstream, torch.float64)
-    assert not made.entropy[~counts].any() and not made.log_prob[~counts].any()
-    assert relative_error(made.entropy.detach()[counts], exact.entropy[counts]) < 1e-6
-    for ours, true in zip((hidden.grad, weight.grad), gradients, strict=True):
-        assert relative_error(ours, true) < 1e-6
-    assert not hidden.grad[~counts.t()].any()
-
-
-@pytest.mark.parametrize(
-    ("dtype", "upstream", "smallest"),
-    [(torch.bfloat16, 1.0, 0.0), (torch.float16, 1.0, 0.0), (torch.float16, 2.0**-20, 2.0**-24)],
-    ids=str,
-)
-def test_a_mask_in_half_precision(dtype, upstream, smallest, device):
-    """Logits of kept ids are fp32: the error is that of the operands' own products."""
-    inputs = make_inputs("plain", **SIZES, dtype=dtype, device=device)
-    inputs.grad_loss.mul_(upstream)
-    kept = torch.zeros(2, 12, 53, dtype=torch.bool, device=device)
-    kept[..., :7] = True
-    kept.scatter_(-1, inputs.labels.unsqueeze(-1), True)
-    offsets = torch.zeros(25, dtype=torch.int64, device=device)
-    offsets[1:] = kept.sum(-1).flatten().cumsum(0)
-    ids = kept.flatten(0, 1).nonzero()[:, 1]
-    inputs = replace(inputs, kept=kept)
-    hidden, weight = leaves(inputs)
-    with torch.autocast(device.type, dtype):  # changes nothing
-        made = masked_token_log_probs(hidden, weight, inputs.labels, ids, offsets)
-    with RoundedFactors():
-        made.log_prob.backward(inputs.grad_loss)
-    exact, grad_hidden, grad_weight = plain_outputs(inputs, {"log_prob": inputs.grad_loss}, torch.float64)
-    assert relative_error(made.log_prob.detach(), exact.log_prob) < FLOOR[torch.float32]
-    for made, true in ((hidden.grad, grad_hidden), (weight.grad, grad_weight)):
-        assert (made - true).norm() < FLOOR[dtype] * true.norm() + true.numel() ** 0.5 * smallest / 2
-        assert true.abs().max() > 4 * smallest

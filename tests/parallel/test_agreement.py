@@ -27,7 +27,7 @@ from megatron_fused_ce.kernels import gemm_variants
 from megatron_fused_ce.logits import choose
 from megatron_fused_ce.op import HeadOutputs, linear_cross_entropy
 from megatron_fused_ce.parallel import RankDisagreement, history_of
-from megatron_fused_ce.rl import masked_token_log_probs, token_log_probs
+from megatron_fused_ce.rl import token_log_probs
 from megatron_fused_ce.scripts.lib.collectives import Collectives
 from tests.support.head import fresh_group
 from tests.support.op import at_odd_offset, with_odd_rows
@@ -455,14 +455,9 @@ def graded(head: OneHead, differs: bool) -> Any:
         return head(token_weights=head.grad_loss, config=FusedCEConfig("grad_in_forward"))
 
 
-def log_probs(head: OneHead, function: Any = token_log_probs, **given: Any) -> Any:
+def log_probs(head: OneHead, **given: Any) -> Any:
     labels = given.pop("labels", head.labels)
-    return function(head.hidden, head.weight, labels, tp_group=head.group, config=CHECKED, **given)
-
-
-def kept_ids(head: OneHead, differs: bool) -> Any:
-    mask = {"mask_ids": head.labels, "mask_offsets": torch.arange(SEQUENCE + 1, device=head.labels.device)}
-    return log_probs(head, masked_token_log_probs, temperature=per_token(head, differs), **mask)
+    return token_log_probs(head.hidden, head.weight, labels, tp_group=head.group, config=CHECKED, **given)
 
 
 def distilled(head: OneHead, **given: Any) -> Any:
@@ -493,7 +488,6 @@ DIFFERENT: dict[str, tuple[Any, str]] = {
         lambda head, differs: log_probs(head, temperature=per_token(head, differs)),
         "numbers in temperature",
     ),
-    "temperatures of kept ids": (kept_ids, "numbers in temperature"),
     "several labels": (
         lambda head, differs: log_probs(head, labels=two_labels(head, differs)),
         "numbers in labels",

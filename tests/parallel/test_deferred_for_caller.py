@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -73,35 +72,7 @@ def by_samples(logits: Any, ids: Tensor, entropy: str, keep: bool) -> Any:
     return [x and torch.cat(x) for x in made]
 
 
-def kept_by_sampling(logits: Any, ids: Tensor, entropy: str, keep: bool) -> Any:
-    """Responses whose tokens were drawn from some ids, as slime replays them: every third token from none."""
-    sizes = [(5, 3, 0)[place % 3] for place in range(SEQUENCE)]
-    kept = [[(7 * place + 11 * i) % VOCAB for i in range(size)] for place, size in enumerate(sizes)]
-    num_kept = torch.tensor(sizes, device=ids.device)
-    end = num_kept.cumsum(0)
-    spans = torch.stack((ids.roll(-1), end - num_kept, end), -1)
-
-    def cut(rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        for start, stop in ((1, 6), (9, 9), (10, 13)):
-            yield rows[0, start:stop], spans[start:stop] if start < stop else spans
-
-    logits = logits / TEMPERATURE
-    if isinstance(logits, DeferredLogits) and not keep:
-        flat = torch.tensor([i for some in kept for i in some], dtype=torch.int32, device=ids.device)
-        made = logits.log_probs_of(cut, entropy, flat)
-        return [x and torch.cat(x) for x in made]
-    _, of_all = definition(logits.clone(), ids.roll(-1)[None], entropy)
-    first = torch.distributed.get_rank() * logits.shape[-1]
-    masked = torch.full_like(logits, -torch.inf).detach()
-    for place, (label, _, _) in enumerate(spans.tolist()):
-        columns = torch.tensor([*kept[place], label]) - first
-        masked[0, place, columns[(columns >= 0) & (columns < logits.shape[-1])]] = 0.0
-    log_prob, _ = definition(logits.clone() + masked, ids.roll(-1)[None], "none")
-    rows = [*range(1, 6), *range(10, 13)]
-    return log_prob[0, rows], None if of_all is None else of_all[0, rows]
-
-
-CALLERS = {"at once": at_once, "samples": by_samples, "kept": kept_by_sampling}
+CALLERS = {"at once": at_once, "samples": by_samples}
 
 
 class Seen:
@@ -227,24 +198,6 @@ def test_a_rank_without_response_tokens(rank: Rank, how):
         assert broken or torch.equal(gradient.isnan(), off[1][name].isnan()), name
         assert broken or torch.equal(gradient.nan_to_num(), off[1][name].nan_to_num()), name
     assert on[1]["output_layer.weight"].isnan().all() == (how == "nan upstream") or broken
-
-
-@on_ranks(of_core(2, NEWEST))
-@pytest.mark.parametrize("everywhere", [True, False], ids=["everywhere", "on one rank"])
-def test_sets_that_reach_beyond_the_kept_ids(rank: Rank, everywhere):
-    """An error on every rank, and the next call goes on."""
-    have_groups(rank.size)
-    ids = torch.zeros(1, SEQUENCE, dtype=torch.int64, device=rank.device)
-    positions, causal = megatron.positions_and_mask(rank)
-    with flag(deferred_logits=True), torch.no_grad():
-        logits = build(Model(), rank)(ids, positions[:1], causal, labels=None).float()
-    kept = torch.tensor([7, 9], device=rank.device)
-    for bad, span in ((True, (0, 4)), (False, ()), (True, (2, 1))):
-        span = span if bad and (everywhere or rank.rank) else (0, 2)
-        spans = torch.tensor([[5, *span]], device=rank.device)
-        words = pytest.raises(ValueError, match=r"expected ids of the vocabulary|disagree on")
-        with words if bad else nullcontext():
-            logits.log_probs_of(lambda rows, spans=spans: [(rows[0, 3:4], spans)], kept=kept)
 
 
 @on_ranks(of_core(2, NEWEST))
