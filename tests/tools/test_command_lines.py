@@ -22,7 +22,7 @@ from megatron_fused_ce.__main__ import COMMANDS
 from megatron_fused_ce.command_line import Parser, UsageError, command, number, whole
 from megatron_fused_ce.plan import command as plan
 from megatron_fused_ce.plan import head_command
-from megatron_fused_ce.scripts.bench import cases, commits, peers, trained, whole_rows
+from megatron_fused_ce.scripts.bench import cases, commits, peers, trained
 from megatron_fused_ce.scripts.demo import __main__ as demo
 from megatron_fused_ce.scripts.runs import compare, memory, pretrain, real_text, selfcheck, sweep
 from tests import same_training, soak
@@ -44,7 +44,6 @@ READERS: dict[str, tuple[Parse, list[str]]] = {
     "bench.commits": (commits.main, ["--old", "nowhere"]),
     "bench.peers": (peers.main, []),
     "bench.trained": (trained.main, ["operands.pt"]),
-    "bench.whole_rows": (whole_rows.main, ["topk"]),
     "pretrain": (pretrain.main, ["--megatron", "nowhere"]),
     "real_text": (real_text.main, ["--megatron", "nowhere"]),
     "same_training": (same_training.main, ["--megatron", "nowhere", "--data", "nowhere"]),
@@ -225,10 +224,10 @@ def test_only_regular_files_of_some_size_are_read(tmp_path):
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "scripts" / "README.md"]
 PAGES += sorted(path for path in (ROOT / "docs").rglob("*.md") if "benchmarks" not in path.parts)
 #: Module -> its name in READERS.
-OF_BENCH = ("bench", *(f"bench.{name}" for name in ("commits", "peers", "trained", "whole_rows")))
+OF_BENCH = ("bench", *(f"bench.{name}" for name in ("commits", "peers", "trained")))
 MODULES = {f"scripts.{name}": name for name in (*OF_BENCH, "demo")}
 MODULES |= {f"scripts.runs.{name}": name for name in ("pretrain", "real_text")}
-NOT_READ = {"autoload"} | {f"scripts.dev.{name}" for name in ("figures", "stacks", "sanitize", "known_forms")}
+NOT_READ = {"autoload"} | {f"scripts.dev.{name}" for name in ("figures", "stacks", "known_forms")}
 
 
 def named_commands() -> list[tuple[str, str, str]]:
