@@ -14,7 +14,7 @@ endif
 # Folders of `make test-rest`; in the others a test's marker says that it belongs there (tests/conftest.py).
 REST := tests/tools tests/project
 
-.PHONY: help setup demo test test-rest test-gpu lint sweep docs figures properties sanitize clean
+.PHONY: help setup demo test test-rest test-gpu lint sweep docs figures properties clean
 
 help:
 	@echo "make demo    train a small GPT with and without the flag and compare (5 minutes on 2 cores)"
@@ -27,7 +27,6 @@ help:
 	@echo "make docs    the documentation as a site, in build/site"
 	@echo "make figures tables and pictures of README.md and docs, from docs/benchmarks/results and the plan"
 	@echo "make properties  12,000 random calls of the head against fp64 (12 minutes; make test tries 300)"
-	@echo "make sanitize  the kernels under compute-sanitizer's memcheck and racecheck, on a GPU"
 	@echo "make clean   remove .venv, build/ and caches"
 	@echo "Compare two runs, profile memory, benchmark, soak ...: scripts/README.md"
 
@@ -75,9 +74,6 @@ test-gpu: setup
 
 properties: setup
 	@HYPOTHESIS_PROFILE=long OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -q tests/op/test_properties.py $(PROPERTIES)
-
-sanitize: setup
-	@$(PY) -m scripts.dev.sanitize $(SANITIZE)
 
 clean:
 	rm -rf .venv build *.egg-info .mypy_cache .pytest_cache .ruff_cache

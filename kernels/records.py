@@ -39,8 +39,6 @@ NOT_HERE = float("inf")
 HEADROOM = 64.0
 #: Its exponents are no lower than this where they are summed times their exponential: 0 times -inf is NaN.
 LOWEST = -1000.0
-#: Below the key of every logit: keys are int32 in the order of the fp32 logits that they stand for.
-NOTHING = -(2**31)
 
 
 @dataclass(frozen=True)

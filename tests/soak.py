@@ -38,8 +38,8 @@ import torch.distributed as dist
 
 from megatron_fused_ce.command_line import NO_LIMIT, Parser, command, seconds, whole
 from megatron_fused_ce.scripts.lib import gloo, results
-from megatron_fused_ce.scripts.lib.collectives import Collective, Collectives, RandomDelays
 from megatron_fused_ce.scripts.lib.reference import HeadInputs, plain_head
+from tests.support.collectives import Collective, Collectives, RandomDelays
 from tests.support.problems import DrawnProblem, Parts, check, joined, loss_of, problems, run, same_bits
 
 RANK = int(os.environ.get("RANK", "0"))

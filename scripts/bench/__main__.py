@@ -13,10 +13,7 @@ that is shuffled anew in each block (fixed seed), so that a drifting clock favou
 base is the median of the blocks' own (scripts/bench/measure.py).
 
 The ranks of a torchrun form one tensor-parallel group; each of R holds V / R vocabulary rows. Times are the
-slowest rank's, peaks and errors the largest; the roofs are the shard's, all ranks at once. With --ghost
-MODULE:BACKEND --tp R this process alone is rank 0 of R, over a torch.distributed backend that MODULE
-registers and whose collectives reach nobody (torch.testing._internal.distributed.fake_pg:fake); then nothing
-is checked.
+slowest rank's, peaks and errors the largest; the roofs are the shard's, all ranks at once.
 
     roof      the three matrix products alone, by cuBLAS, on the true grad_logits of these operands
     roof-4    the same with the logits computed twice: the floor of recompute
@@ -62,12 +59,12 @@ def main(words: list[str]) -> int:
     if given.out or given.name:
         given.path = writable_file(given.out or results.RESULTS / "-")
     if given.device == "cuda":
-        require_gpus(1 if given.ghost else cases.world_size(), "--device cpu tries it without, slowly")
+        require_gpus(cases.world_size(), "--device cpu tries it without, slowly")
     import torch
 
     from megatron_fused_ce.scripts.bench.problem import World
 
-    world = World(use_gpu=given.device == "cuda", ghost=given.ghost, size=given.tp)
+    world = World(use_gpu=given.device == "cuda")
     device = torch.cuda.get_device_name() if world.on_gpu else "cpu"
     source = results.made_by(device, ["scripts.bench", *words])
     if given.name and not given.out:
@@ -83,9 +80,9 @@ def run(given: argparse.Namespace, world: World, source: dict[str, Any], started
 
     op = {"options": loss.OPTIONS, "rl": rl.OP, "distill": distill.OP}.get(given.preset, loss.OP)
     if world.size > 1 and not op.over_ranks:
-        raise UsageError(f"--preset {given.preset} knows no tensor parallelism: leave out --tp")
+        raise UsageError(f"--preset {given.preset} knows no tensor parallelism: start it without torchrun")
     rows_of = profile.measure if given.preset == "profile" else measure.measure
-    facts = {**source, "dtype": given.dtype, "tp": world.size, "ghost": given.ghost}
+    facts = {**source, "dtype": given.dtype, "tp": world.size}
     rows: list[results.Row] = []
     for cell, cases_of_it in zip(given.cells, op.chosen(given, given.cells, world), strict=True):
         elapsed = time.monotonic() - started

@@ -40,18 +40,6 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def ranks_of(given: argparse.Namespace) -> int:
-    """How many tensor-parallel ranks there are: torchrun's, or those of ``--ghost``."""
-    if not given.ghost and given.tp not in (None, world_size()):
-        raise UsageError(
-            f"--tp {given.tp} asks for {given.tp} ranks, there are {world_size()}: "
-            f"torchrun --nproc-per-node {given.tp} -m scripts.bench ..."
-        )
-    if given.ghost and given.tp in (None, 1):
-        raise UsageError("--ghost stands for the other ranks of --tp R: give R")
-    return given.tp or world_size()
-
-
 @dataclass(frozen=True)
 class Cell:
     """One problem of the run."""
@@ -190,8 +178,6 @@ def parse_arguments(text: str, words: Sequence[str]) -> argparse.Namespace:
     add("--blocks", type=count, help="interleaved blocks (default 5)")
     add("--sample-ms", type=number(), help="a turn runs at least so long (default 100)")
     add("--time-limit", type=seconds, default=NO_LIMIT, metavar="SECONDS", help="start no cell after this")
-    add("--ghost", metavar="MODULE:BACKEND", help="this process is rank 0 of --tp, over such a communicator")
-    add("--tp", type=whole(most=4096), metavar="R", help="its ranks; otherwise they are torchrun's")
     add(
         "--sequence-parallel",
         nargs="?",
@@ -222,7 +208,7 @@ def cells_of(given: argparse.Namespace, preset: Sequence[tuple[Any, ...]]) -> li
 
     Over several ranks each with sequence parallelism, without, or both.
     """
-    size = ranks_of(given)
+    size = world_size()
     if given.preset == "trained" and given.operands is None:
         raise ValueError("--preset trained needs --operands, a file of python -m scripts.bench.trained")
     if given.operands is not None and not given.operands.is_file():

@@ -95,8 +95,7 @@ def loss_of(
         "tp_group": world.group if world.size > 1 else None,
         "sequence_parallel": world.sequence_parallel,
         "token_weights": weights,
-        # Ghosts would all begin where this rank does.
-        "vocab_start": None if world.ghost else problem.rows.start,
+        "vocab_start": problem.rows.start,
         "config": config,
         "open_grad_weight": problem.open_grad_weight,
     }

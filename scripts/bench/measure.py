@@ -353,7 +353,7 @@ def measure(
     dtype: torch.dtype = getattr(torch, given.dtype)
     problem = op.problem(cell, world, dtype=dtype, wgrad_accumulator=op.wgrad_accumulator)
     outcomes = {case.name: Outcome(case, case.why_not) for case in op.rows(cases)}
-    eager = {} if world.ghost else check([outcomes[case.name] for case in cases], problem, world)
+    eager = check([outcomes[case.name] for case in cases], problem, world)
     del problem.all_weight
     give_back(world)
     for outcome in outcomes.values():

@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -38,25 +37,12 @@ TIMEOUT = timedelta(minutes=2)
 class World:
     """The ranks of this run, and the communicator that the head is measured with.
 
-    ``group`` is what the op, Megatron's layer and the peers are given: torchrun's ranks. With ``ghost``
-    ``"MODULE:BACKEND"`` this process alone stands for rank 0 of ``size``: importing MODULE registers a
-    torch.distributed backend whose collectives reach nobody (those of torch's own "fake" do nothing). Such
-    results cannot be checked. The benchmark's own collectives run over the processes.
-
+    ``group`` is what the op, Megatron's layer and the peers are given: torchrun's ranks.
     ``sequence_parallel`` may change between cells; ``use_gpu`` None: where there is one.
     """
 
-    def __init__(
-        self,
-        sequence_parallel: bool = False,
-        use_gpu: bool | None = None,
-        *,
-        ghost: str | None = None,
-        size: int | None = None,
-    ) -> None:
-        self.ghost = ghost
-        self.rank, self.size = int(os.environ.get("RANK", "0")), size or world_size()
-        self.num_processes = 1 if ghost else self.size
+    def __init__(self, sequence_parallel: bool = False, use_gpu: bool | None = None) -> None:
+        self.rank, self.size = int(os.environ.get("RANK", "0")), world_size()
         self.on_gpu = torch.cuda.is_available() if use_gpu is None else use_gpu
         self.device = torch.device("cuda", self.rank) if self.on_gpu else torch.device("cpu")
         self.has_megatron = False
@@ -69,11 +55,7 @@ class World:
             torch.cuda.set_device(self.device)
         gloo.use_one_thread()
         options: dict[str, Any] = {"rank": self.rank, "world_size": self.size}
-        if self.ghost is not None:
-            module, _, backend = self.ghost.partition(":")
-            import_module(module)
-            options |= {"store": dist.HashStore()}  # type: ignore[attr-defined]
-        elif self.size == 1:  # a free port
+        if self.size == 1:  # a free port
             options |= {"store": dist.TCPStore("127.0.0.1", 0, 1, True)}  # type: ignore[attr-defined]
         dist.init_process_group(backend, timeout=TIMEOUT, **options)
         if self.on_gpu:
@@ -81,7 +63,6 @@ class World:
                 from megatron.core import parallel_state
 
                 minutes = TIMEOUT.seconds // 60
-                # gloo's groups would wait for the ranks that a ghost stands for.
                 parallel_state.initialize_model_parallel(
                     self.size, distributed_timeout_minutes=minutes, create_gloo_process_groups=False
                 )
@@ -104,18 +85,18 @@ class World:
         dist.destroy_process_group()
 
     def everyone(self, value: Any) -> list[Any]:
-        """Each process's value. Collectives: one all-gather of objects (several processes)."""
-        values = [value] * self.num_processes
-        if self.num_processes > 1:
+        """Each rank's value. Collectives: one all-gather of objects (R > 1)."""
+        values = [value] * self.size
+        if self.size > 1:
             dist.all_gather_object(values, value, group=self.group)
         return values
 
     def slowest(self, values: list[float]) -> list[float]:
-        """Each value's largest over the processes. Collectives: `everyone`'s."""
+        """Each value's largest over the ranks. Collectives: `everyone`'s."""
         return [max(each) for each in zip(*self.everyone(values), strict=True)]
 
     def first_word(self, word: str | None) -> str | None:
-        """The first process's word that is not None. Collectives: `everyone`'s."""
+        """The first rank's word that is not None. Collectives: `everyone`'s."""
         return next((said for said in self.everyone(word) if said is not None), None)
 
     def synchronise(self) -> None:

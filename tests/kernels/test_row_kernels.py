@@ -30,7 +30,6 @@ def chunk(num_columns, dtype, device, spread=3.0):
     return logits.to(device, dtype), labels.to(device)
 
 
-@pytest.mark.sanitize
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num_columns", [1, 2, 127, 128, 4096, 4097, 9001])
 def test_statistics_and_gradients_match_plain_pytorch(num_columns, dtype, device):
@@ -55,7 +54,6 @@ def test_statistics_and_gradients_match_plain_pytorch(num_columns, dtype, device
     assert torch.equal(logits, out), "in place must equal out of place"
 
 
-@pytest.mark.sanitize
 @pytest.mark.parametrize("num_shards", [1, 2, 5])
 def test_token_kernels_match_their_definition(num_shards, device):
     """Confident and hopeless tokens, labels elsewhere, an empty shard, infinities and NaN."""
@@ -142,7 +140,6 @@ def test_argmax_takes_the_lowest_column_of_a_tie(backend, device):
     assert stats.argmax.tolist() == [0, 4500]
 
 
-@pytest.mark.sanitize
 @pytest.mark.parametrize("strategy", ["recompute", "store"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_whole_op_on_the_triton_path(kind, strategy, device):
@@ -151,7 +148,6 @@ def test_whole_op_on_the_triton_path(kind, strategy, device):
         assert_close(run(inputs, FusedCEConfig(strategy=strategy, num_chunks=2)), inputs)
 
 
-@pytest.mark.sanitize
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="a pause is of a GPU's stream")
 def test_a_pause_lasts(device):
     began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -75,7 +75,6 @@ def assert_right(result, inputs, largest):
         assert relative_error(part, true) < 2 * largest * 2.0**-24
 
 
-@pytest.mark.sanitize
 @pytest.mark.parametrize("num_tokens", TOKENS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_few_tokens(num_tokens, strategy, product, device):
@@ -83,7 +82,6 @@ def test_few_tokens(num_tokens, strategy, product, device):
     assert_close(run(inputs, exp_config(strategy)), inputs)
 
 
-@pytest.mark.sanitize
 @pytest.mark.parametrize("vocab", VOCABS)
 def test_vocabularies_at_the_edges_of_tiles(vocab, product, device):
     """Labels in every column, the last ones too; a vocabulary of fewer rows than are sampled."""
@@ -94,7 +92,6 @@ def test_vocabularies_at_the_edges_of_tiles(vocab, product, device):
         assert_close(run(inputs, exp_config(strategy)), inputs)
 
 
-@pytest.mark.sanitize
 def test_rescaling_at_odd_sizes(device):
     x, factor = torch.randn(7, 2051, device=device), torch.randn(7, device=device)
     out = scaled_exp_rows.scale_rows(x, factor, torch.empty_like(x))
@@ -106,7 +103,6 @@ def test_rescaling_at_odd_sizes(device):
     torch.testing.assert_close(copy, (factor[3] * x).bfloat16())
 
 
-@pytest.mark.sanitize
 @pairs.parametrize("options by the scaled-exp GEMM")
 def test_against_fp64(option, kind, strategy, product, device):
     inputs = make_inputs(kind, dtype=EXP_DTYPE, device=device, **SIZES)
@@ -273,7 +269,6 @@ def test_confident_tokens_keep_loss_and_gradient(gap, strategy, product, device)
     assert got == pytest.approx(-tokens * miss / (1 + miss), rel=1e-2 if ON_GPU else 1e-4)
 
 
-@pytest.mark.sanitize
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("outlier", [40.0, 60.0, 100.0, 300.0])
 def test_a_tile_far_above_the_reference(outlier, strategy, product, device):

@@ -23,7 +23,6 @@ def plain(function, *args):
     return function(*(a.cpu() if isinstance(a, torch.Tensor) else a for a in args))
 
 
-@pytest.mark.sanitize
 @pytest.mark.parametrize("bits", [0, 4])
 @pytest.mark.parametrize("factor", [1.0, -0.7])
 @pytest.mark.parametrize("size", SIZES)
@@ -51,7 +50,6 @@ CASES = {
 }
 
 
-@pytest.mark.sanitize
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("weights", ["random", "masked", "none", "a NaN", "an inf"])
 @pytest.mark.parametrize("case", CASES)

@@ -78,7 +78,6 @@ def test_sizes(s, b, vocab, kind, device):
         assert_right(problem, run(problem, strategy, min(s, 3)))
 
 
-@pytest.mark.sanitize
 @pytest.mark.parametrize("kind", KINDS)
 def test_row_passes_of_triton(kind, device):
     """As the op calls them: the labels' term at another temperature, padding, a softcap."""
@@ -90,7 +89,6 @@ def test_row_passes_of_triton(kind, device):
     assert_right(problem, run(problem, "recompute", 1, rows="triton"))
 
 
-@pytest.mark.sanitize
 @needs_exp
 @pytest.mark.parametrize(
     ("kind", "option", "strategy"),

@@ -72,10 +72,7 @@ ROWS = [
         if not refusal(loss, strategy)
     ),
 ]
-CASES = [
-    pytest.param(*row, id="-".join(map(str, row)), marks=[pytest.mark.sanitize] if "triton" in row else [])
-    for row in dict.fromkeys(ROWS)
-]
+CASES = [pytest.param(*row, id="-".join(map(str, row))) for row in dict.fromkeys(ROWS)]
 
 
 @pytest.mark.parametrize(tuple(AXES), CASES)

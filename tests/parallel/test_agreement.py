@@ -28,7 +28,7 @@ from megatron_fused_ce.logits import choose
 from megatron_fused_ce.op import HeadOutputs, linear_cross_entropy
 from megatron_fused_ce.parallel import RankDisagreement, history_of
 from megatron_fused_ce.rl import token_log_probs
-from megatron_fused_ce.scripts.lib.collectives import Collectives
+from tests.support.collectives import Collectives
 from tests.support.head import fresh_group
 from tests.support.op import at_odd_offset, with_odd_rows
 from tests.support.ranks import Rank, on_ranks

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, parallel
-from megatron_fused_ce.scripts.lib.collectives import Collectives
 from tests.support import megatron
+from tests.support.collectives import Collectives
 from tests.support.megatron import BATCH, DDP, SEQUENCE, VOCAB, Model, both_cores, flag, of_core
 from tests.support.op import promises
 from tests.support.ranks import Rank, on_ranks

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, fused_linear_distillation
-from megatron_fused_ce.scripts.lib.collectives import Collective, Collectives, RandomDelays, first_difference
+from tests.support.collectives import Collective, Collectives, RandomDelays, first_difference
 from tests.support.distillation import make_problem
 from tests.support.head import rows_of, strategy_in_place, tokens_of
 from tests.support.ranks import Rank, on_ranks

@@ -11,7 +11,7 @@ import torch
 from megatron_fused_ce import FusedCEConfig, fused_linear_topk, masked_tokens
 from megatron_fused_ce.scripts.lib.reference import FLOOR, relative_error
 from tests.support.head import rows_of, same_on_all_ranks, tokens_of
-from tests.support.op import gemm_flops, rows_by
+from tests.support.op import gemm_flops
 from tests.support.ranks import Rank, on_ranks
 
 S, B, H, V = 24, 3, 8, 97
@@ -51,16 +51,10 @@ def likeliest(hidden, weight, k, config, temperature):
 def test_against_fp64(rank: Rank):
     """Shards of unequal sizes, one of a single row; a last chunk that is shorter; ids equal one by one."""
     for call in CALLS:
-        compare(rank, call, "torch")
+        compare(rank, call)
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("call", ["more than a rank has", "softcap, scale below 0"])
-def test_by_the_kernels(rank: Rank, call):
-    compare(rank, call, "triton")
-
-
-def compare(rank: Rank, call: str, row_backend: str) -> None:
+def compare(rank: Rank, call: str) -> None:
     k, options, kind, dtype, sp = CALLS[call]
     hidden, weight = operands(rank, dtype)
     config = FusedCEConfig(**{"chunk_tokens": 28, **options})
@@ -72,10 +66,16 @@ def compare(rank: Rank, call: str, row_backend: str) -> None:
     given = {"number": 0.7, "tensor": temperature[0, 0], "per sequence": temperature[:, 0]}.get(
         kind, temperature
     )
-    operands_of_rank = hidden[tokens_of(rank, S, sp)], weight[rows_of(rank, "unequal", V)]
-    settings = {"batch_first": False, "tp_group": rank.group, "sequence_parallel": sp, "config": config}
-    with rows_by(row_backend):
-        made, ids = fused_linear_topk(*operands_of_rank, k, temperature=given, **settings)
+    made, ids = fused_linear_topk(
+        hidden[tokens_of(rank, S, sp)],
+        weight[rows_of(rank, "unequal", V)],
+        k,
+        temperature=given,
+        batch_first=False,
+        tp_group=rank.group,
+        sequence_parallel=sp,
+        config=config,
+    )
     true, true_ids = likeliest(hidden, weight, k, config, temperature)
     same_on_all_ranks(rank, made, ids)
     assert made.dtype == torch.float32 and ids.dtype == torch.int64
@@ -85,11 +85,12 @@ def compare(rank: Rank, call: str, row_backend: str) -> None:
 
 @on_ranks(1, 2)
 def test_rows_without_a_softmax(rank: Rank):
-    """NaN, +inf, all -inf: NaN and ids -1, of that row alone. -inf beside numbers is a probability of 0."""
+    """NaN, +inf, all -inf: NaN and ids -1, of that row alone. -inf beside numbers is a probability of 0, and
+    -0.0 is 0.0."""
     hidden = torch.eye(5, H, device=rank.device)
     weight = torch.zeros(10, H, device=rank.device)
     weight[:4, 0], weight[4:, 0] = torch.arange(4.0), -torch.inf
-    weight[7, 1], weight[3, 2], weight[:, 3] = torch.nan, torch.inf, -torch.inf
+    weight[7, 1], weight[3, 2], weight[:, 3], weight[::2, 4] = torch.nan, torch.inf, -torch.inf, -0.0
     logits = torch.stack([weight[:, column] for column in range(5)])
     # A product of 0 and inf is NaN: logits as they are, one column of the weight each.
     rows = slice(rank.rank * 10 // rank.size, (rank.rank + 1) * 10 // rank.size)
@@ -97,13 +98,12 @@ def test_rows_without_a_softmax(rank: Rank):
     def write(x, w, out):
         out.copy_(logits[:, rows])
 
-    for row_backend in ("torch", "triton"):
-        with patch("megatron_fused_ce.topk.write_logits", write), rows_by(row_backend):
-            made, ids = fused_linear_topk(hidden, weight[rows], 6, tp_group=rank.group)
-        same_on_all_ranks(rank, made, ids)
-        assert ids[0].tolist() == [3, 2, 1, 0, 4, 5] and ids[4].tolist() == [0, 1, 2, 3, 4, 5]
-        torch.testing.assert_close(made[[0, 4]], logits[[0, 4]].log_softmax(-1).topk(6).values)
-        assert made[1:4].isnan().all() and ids[1:4].tolist() == [[-1] * 6] * 3
+    with patch("megatron_fused_ce.topk.write_logits", write):
+        made, ids = fused_linear_topk(hidden, weight[rows], 7, tp_group=rank.group)
+    same_on_all_ranks(rank, made, ids)
+    assert ids[0].tolist() == [3, 2, 1, 0, 4, 5, 6] and ids[4].tolist() == [*range(7)]
+    torch.testing.assert_close(made[[0, 4]], logits[[0, 4]].log_softmax(-1).topk(7).values)
+    assert made[1:4].isnan().all() and ids[1:4].tolist() == [[-1] * 7] * 3
 
 
 @on_ranks(1, 2)
@@ -160,6 +160,19 @@ def test_bad_arguments_of_one_rank(rank: Rank):
         fused_linear_topk(hidden, rows, **good)
         with pytest.raises((TypeError, ValueError), match=words):
             fused_linear_topk(hidden, rows, **given)
+
+
+@pytest.mark.parametrize(("vocab", "k"), [(4203, 1), (4203, 40), (2048, 3)])
+def test_blocks_of_many_columns(vocab, k, device):
+    """Equal logits in every block, as many as asked for and more."""
+    generator = torch.Generator().manual_seed(vocab)
+    hidden, weight = (
+        torch.randint(-1, 2, (n, H), generator=generator).to(device).float() for n in (9, vocab)
+    )
+    made, ids = fused_linear_topk(hidden, weight, k)
+    logits = hidden.double() @ weight.double().t()
+    assert torch.equal(ids, logits.argsort(dim=-1, descending=True, stable=True)[:, :k])
+    assert relative_error(made, logits.log_softmax(-1).gather(1, ids)) < FLOOR[torch.float32]
 
 
 def test_no_tokens(device):

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fused_ce.scripts.lib.collectives import Collective, Collectives
 from megatron_fused_ce.scripts.lib.live_storages import LogitStorages
 from tests.support import megatron, rl_utils
+from tests.support.collectives import Collective, Collectives
 from tests.support.megatron import BATCH, NEWEST, SEQUENCE, VOCAB, Model, build, flag, have_groups, of_core
 from tests.support.ranks import Rank, on_ranks
 from tests.support.rl_utils import assert_same, patched_caller, tokens_of

@@ -6,11 +6,13 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron_fused_ce import promise
+from megatron_fused_ce.command_line import UsageError
 from megatron_fused_ce.scripts.bench import __main__ as benchmark
 from megatron_fused_ce.scripts.bench import cases, commits, distill, loss, measure, rl, trained
 from megatron_fused_ce.scripts.bench.cases import Cell
@@ -23,7 +25,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 BRIEF = ["--device=cpu", "--tokens", "96", "--blocks=2", "--sample-ms=1", "--no-megatron", "--dtype=float32"]
 TINY, HEAD = ["--shapes", "tiny"], ["--shapes", "32x640"]
-FAKE = "megatron_fused_ce.scripts.lib.ghost:ghost"
 
 
 def bench(tmp_path, *words: str) -> tuple[int, dict[str, dict]]:
@@ -183,15 +184,6 @@ def test_two_ranks(forks, tmp_path):
     assert "TP 2 with sequence parallelism, float32" in (tmp_path / "out.md").read_text()
 
 
-def test_a_communicator_that_reaches_nobody(tmp_path):
-    """The op runs as rank 0 of 4, with their collectives; nothing is checked, and the page says so."""
-    words = ["--tp=4", "--ghost", FAKE, "--sequence-parallel", "--strategies", "store:32", "grad_in_forward"]
-    code, rows = bench(tmp_path, *TINY, *words)
-    assert code == 0 and {(row["tp"], row["V"], row["sp"]) for row in rows.values()} == {(4, 128, True)}
-    assert rows["store:32"]["ratio"] > 0 and rows["store:32"]["error"] is None and rows["store:32"]["plan"]
-    assert "reach nobody: nothing was checked" in (tmp_path / "out.md").read_text()
-
-
 def test_another_commit_beside_this_one(tmp_path, capsys):
     modules = dict(sys.modules)
     try:
@@ -251,8 +243,7 @@ def test_an_upstream_gradient_that_was_not_promised_is_no_figure(tmp_path, monke
     [
         *(["--strategies", name] for name in ("stroe", "store:x", "store/fast", "store:")),
         *(["--strategies", f"store/{ways}"] for ways in ("scaled_exp/gemm_rows", "max")),
-        *(["--tp", "0"], ["--tp", "5", "--ghost", FAKE, *TINY], ["--blocks", "0"], ["--shapes", "llama"]),
-        *(["--shapes", "0x64"], ["--tp", "4"], ["--ghost", FAKE, *TINY]),
+        *(["--blocks", "0"], ["--shapes", "llama"], ["--shapes", "0x64"]),
     ],
 )
 def test_arguments_that_do_not_fit(words):
@@ -266,22 +257,25 @@ def test_unknown_rows_are_named(tmp_path, capsys):
     assert "no row nothing; there are verl, " in capsys.readouterr().err
     assert bench(tmp_path, *TINY, "--peers", "ligre") == (2, {})
     assert "no peer ligre; there are torch-eager" in capsys.readouterr().err
-    assert bench(tmp_path, "--preset=rl", *HEAD, "--tp=2", "--ghost", FAKE) == (2, {})
-    assert "knows no tensor parallelism" in capsys.readouterr().err
     assert bench(tmp_path, *TINY, "--time-limit", "0.000001") == (0, {})
     assert "not started" in capsys.readouterr().err
 
 
-def test_presets(monkeypatch):
+def test_presets(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     more = {"trained": ["--operands", __file__]}
     given = {n: cases.parse_arguments("", ["--preset", n, *more.get(n, [])]) for n in cases.PRESETS}
     assert all(one.cells for one in given.values()) and len(given["tp"].cells) == 6
     assert {cell.vocab // 2 for cell in given["small"].cells} == {16032, 32064, 64128}
     assert len(given["small"].cells) == 18 and all(cell.sequence_parallel for cell in given["small"].cells)
+    with pytest.raises(UsageError, match="rl knows no tensor parallelism"):
+        benchmark.run(given["rl"], SimpleNamespace(size=2), {}, 0.0)
     words = ["--preset", "tp", "--tokens", "32768", "--shapes", "llama-3-8b", "--blocks", "7"]
     given = cases.parse_arguments("", [*words, "--sequence-parallel"])
     assert [str(cell)[-3:] for cell in given.cells] == [" SP"] and given.blocks == 7
+    with pytest.raises(SystemExit):
+        cases.parse_arguments("", ["--shapes", "64x511"])
+    assert "does not divide over 2 ranks" in capsys.readouterr().err
 
 
 # --- what is a row ---------------------------------------------------------------------------------

@@ -227,7 +227,7 @@ PAGES += sorted(path for path in (ROOT / "docs").rglob("*.md") if "benchmarks" n
 OF_BENCH = ("bench", *(f"bench.{name}" for name in ("commits", "peers", "trained")))
 MODULES = {f"scripts.{name}": name for name in (*OF_BENCH, "demo")}
 MODULES |= {f"scripts.runs.{name}": name for name in ("pretrain", "real_text")}
-NOT_READ = {"autoload"} | {f"scripts.dev.{name}" for name in ("figures", "sanitize", "known_forms")}
+NOT_READ = {"autoload"} | {f"scripts.dev.{name}" for name in ("figures", "known_forms")}
 
 
 def named_commands() -> list[tuple[str, str, str]]:
