@@ -47,10 +47,16 @@ setup(
     packages=[
         "megatron_fused_ce",
         "megatron_fused_ce.adapter",
-        "megatron_fused_ce.plan",
+        "megatron_fused_ce.cli",
+        "megatron_fused_ce.distillation",
+        "megatron_fused_ce.head",
         "megatron_fused_ce.kernels",
         "megatron_fused_ce.logits",
         "megatron_fused_ce.losses",
+        "megatron_fused_ce.ops",
+        "megatron_fused_ce.plan",
+        "megatron_fused_ce.planner",
+        "megatron_fused_ce.ranks",
         # `compare`, `memory`, `sweep` and what they need; the rest of scripts/ is for a clone.
         "megatron_fused_ce.scripts.bench",
         "megatron_fused_ce.scripts.lib",

@@ -29,16 +29,12 @@ if TYPE_CHECKING:
     from megatron_fused_ce.adapter.output_processor import output_processor
     from megatron_fused_ce.adapter.switch import Counters, counters, disable, enable
     from megatron_fused_ce.config import FusedCEConfig
-    from megatron_fused_ce.loss import TokenOutputs
-    from megatron_fused_ce.op import (
-        DistillationOutputs,
-        fused_linear_cross_entropy,
-        fused_linear_distillation,
-        fused_linear_loss,
-        fused_linear_token_outputs,
-        fused_linear_topk_distillation,
-    )
-    from megatron_fused_ce.topk import fused_linear_topk
+    from megatron_fused_ce.distillation.verb import DistillationOutputs, fused_linear_distillation
+    from megatron_fused_ce.ops.cross_entropy import fused_linear_cross_entropy, fused_linear_token_outputs
+    from megatron_fused_ce.ops.labels import fused_linear_topk_distillation
+    from megatron_fused_ce.ops.results import TokenOutputs
+    from megatron_fused_ce.ops.terms import fused_linear_loss
+    from megatron_fused_ce.ops.topk import fused_linear_topk
 
 __version__ = "0.2.0"
 
@@ -66,16 +62,16 @@ _HOMES = {
     "counters": "adapter.switch",
     "disable": "adapter.switch",
     "enable": "adapter.switch",
-    "FusedCEConfig": "config",
-    "TokenOutputs": "loss",
-    "DistillationOutputs": "op",
-    "fused_linear_cross_entropy": "op",
-    "fused_linear_distillation": "op",
-    "fused_linear_loss": "op",
-    "fused_linear_topk": "topk",
-    "fused_linear_topk_distillation": "op",
-    "fused_linear_token_outputs": "op",
     "output_processor": "adapter.output_processor",
+    "FusedCEConfig": "config",
+    "DistillationOutputs": "distillation.verb",
+    "fused_linear_distillation": "distillation.verb",
+    "fused_linear_cross_entropy": "ops.cross_entropy",
+    "fused_linear_token_outputs": "ops.cross_entropy",
+    "fused_linear_loss": "ops.terms",
+    "fused_linear_topk_distillation": "ops.labels",
+    "fused_linear_topk": "ops.topk",
+    "TokenOutputs": "ops.results",
 }
 
 
@@ -84,6 +80,6 @@ def __getattr__(name: str) -> Any:
         return import_module(f"{__name__}.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if _HOMES[name] in ("op", "topk"):
-        import_module(f"{__name__}.versions").require("torch", import_module("torch").__version__)
+    if name.startswith("fused_"):
+        import_module(f"{__name__}.cli.versions").require("torch", import_module("torch").__version__)
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

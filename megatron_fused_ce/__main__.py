@@ -16,7 +16,7 @@ from __future__ import annotations
 from importlib import import_module
 
 from megatron_fused_ce import __version__
-from megatron_fused_ce.command_line import UsageError, command
+from megatron_fused_ce.cli.command_line import UsageError, command
 
 #: Name, module with a ``main``, and what it is for.
 COMMANDS = {

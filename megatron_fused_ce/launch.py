@@ -14,7 +14,7 @@ import runpy
 import sys
 
 from megatron_fused_ce.adapter import arguments, import_hook
-from megatron_fused_ce.command_line import Parser
+from megatron_fused_ce.cli.command_line import Parser
 
 
 def run_script(script: str, words: list[str]) -> None:

@@ -9,17 +9,11 @@ from typing import Any, Literal, TypedDict
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fused_ce.call import DEFAULT_CONFIG, Call
 from megatron_fused_ce.config import FusedCEConfig, takes_config, why_no_config
-from megatron_fused_ce.loss import TokenLogProbs
-from megatron_fused_ce.op import (
-    DistillationOutputs,
-    fused_linear_distillation,
-    linear_cross_entropy,
-)
-from megatron_fused_ce.several_labels import has_several_labels, with_several_labels
-from megatron_fused_ce.topk import fused_linear_topk
-from megatron_fused_ce.words import (
+from megatron_fused_ce.distillation.verb import DistillationOutputs, fused_linear_distillation
+from megatron_fused_ce.head.autograd import linear_cross_entropy
+from megatron_fused_ce.head.call import DEFAULT_CONFIG, Call
+from megatron_fused_ce.ops.arguments import (
     sequence_first,
     temperature_of,
     why_no_layout,
@@ -27,6 +21,9 @@ from megatron_fused_ce.words import (
     why_wrong_entropy,
     widened,
 )
+from megatron_fused_ce.ops.results import TokenLogProbs
+from megatron_fused_ce.ops.several_labels import has_several_labels, with_several_labels
+from megatron_fused_ce.ops.topk import fused_linear_topk
 
 __all__ = [
     "LogProbOptions",

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from megatron_fused_ce.adapter.arguments import FLAG
-from megatron_fused_ce.command_line import NO_LIMIT, Parser, command, seconds, whole, writable_folder
+from megatron_fused_ce.cli.command_line import NO_LIMIT, Parser, command, seconds, whole, writable_folder
 from megatron_fused_ce.scripts.lib import gpu, launches, results
 from megatron_fused_ce.scripts.lib.launches import REFERENCE, STOCK, Started
 from megatron_fused_ce.scripts.runs import compare

@@ -36,7 +36,7 @@ import hypothesis
 import torch
 import torch.distributed as dist
 
-from megatron_fused_ce.command_line import NO_LIMIT, Parser, command, seconds, whole
+from megatron_fused_ce.cli.command_line import NO_LIMIT, Parser, command, seconds, whole
 from megatron_fused_ce.scripts.lib import gloo, results
 from megatron_fused_ce.scripts.lib.reference import HeadInputs, plain_head
 from tests.support.collectives import Collective, Collectives, RandomDelays

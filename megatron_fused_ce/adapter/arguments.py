@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fused_ce.adapter import forms
-from megatron_fused_ce.command_line import BILLION, number, whole
+from megatron_fused_ce.cli.command_line import BILLION, number, whole
 from megatron_fused_ce.config import (
     LOGIT_PRECISION_CHOICES,
     LOGITS_BACKEND_CHOICES,

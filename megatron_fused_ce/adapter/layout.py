@@ -12,9 +12,9 @@ import sys
 from types import ModuleType
 from typing import Any, NoReturn
 
-from megatron_fused_ce import versions
 from megatron_fused_ce.adapter import arguments
 from megatron_fused_ce.adapter.forms import LANGUAGE_MODULE
+from megatron_fused_ce.cli import versions
 
 #: Module -> names in it that must be there.
 HOOK_POINTS = {

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fused_ce.wgrad import (
+from megatron_fused_ce.head.grad_weight import (
     GradWeight,
     InPlaceGradWeight,
     OpenGradWeight,

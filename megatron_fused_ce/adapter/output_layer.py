@@ -21,11 +21,11 @@ from megatron_fused_ce.adapter.deferred_logits import DeferredLogits, LossAndArg
 from megatron_fused_ce.adapter.main_grad import open_grad_weight_for
 from megatron_fused_ce.adapter.switch import counters
 from megatron_fused_ce.adapter.token_weights import TokenWeights, of_call, of_loss
-from megatron_fused_ce.call import Call
 from megatron_fused_ce.config import FusedCEConfig
-from megatron_fused_ce.distillation import Distillation
-from megatron_fused_ce.op import linear_cross_entropy
-from megatron_fused_ce.promise import Head
+from megatron_fused_ce.distillation.teacher import Distillation
+from megatron_fused_ce.head.autograd import linear_cross_entropy
+from megatron_fused_ce.head.call import Call
+from megatron_fused_ce.head.promise import Head
 from megatron_fused_ce.rl import unrounded
 
 

@@ -10,14 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fused_ce import head_bytes, planner, promise, versions
 from megatron_fused_ce.adapter import layout
 from megatron_fused_ce.adapter.switch import counters
-from megatron_fused_ce.call import device_in_plans
+from megatron_fused_ce.cli import versions
 from megatron_fused_ce.config import FusedCEConfig
-from megatron_fused_ce.head_bytes import PlanInputs, size_in_words
+from megatron_fused_ce.head import promise
+from megatron_fused_ce.head.spec import device_in_plans
 from megatron_fused_ce.logits.choose import choose
-from megatron_fused_ce.planner import Plan, plan
+from megatron_fused_ce.planner import memory
+from megatron_fused_ce.planner.choose import WAITS_IN_WORDS, Plan, plan
+from megatron_fused_ce.planner.memory import PlanInputs, size_in_words
 
 PREFIX = "[fused-ce]"
 
@@ -187,7 +189,7 @@ def _say_plan(layer: Any, chosen: Plan, of_stock: str, why_not: str, before: str
     )
     notes = [chosen.why] if config.strategy == "auto" else []
     if chosen.waits_for_host and not notes:
-        notes.append(planner.WAITS_IN_WORDS)
+        notes.append(WAITS_IN_WORDS)
     if config.logits_backend == "gemm_rows":
         notes.append("logits backend gemm_rows (asked for)")
     elif why_not:
@@ -203,8 +205,8 @@ def _say_plan(layer: Any, chosen: Plan, of_stock: str, why_not: str, before: str
 def _stock_words(layer: Any, tokens: int, dtype: torch.dtype) -> str:
     """What Megatron's own losses would hold on this rank."""
     num_logits = tokens * layer.output_size_per_partition
-    waiting = head_bytes.STOCK_BYTES_WAITING * (getattr(layer.config, "mtp_num_layers", None) or 0)
-    per_logit = dict(head_bytes.STOCK_BYTES_PER_LOGIT)
+    waiting = memory.STOCK_BYTES_WAITING * (getattr(layer.config, "mtp_num_layers", None) or 0)
+    per_logit = dict(memory.STOCK_BYTES_PER_LOGIT)
     per_logit["unfused"] -= 2 * (dtype == torch.float32)
     unfused, native = (
         size_in_words(num_logits * (per_logit[name] + waiting)) for name in ("unfused", "native")

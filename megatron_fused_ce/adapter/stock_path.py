@@ -25,7 +25,7 @@ from megatron_fused_ce.adapter import (
 from megatron_fused_ce.adapter.consumer import MODELS, name_of
 from megatron_fused_ce.adapter.switch import trusted
 from megatron_fused_ce.config import FusedCEConfig
-from megatron_fused_ce.parallel import InStep
+from megatron_fused_ce.ranks.collectives import InStep
 
 #: Attributes of Megatron's output layer that this package reads.
 LAYER_ATTRIBUTES = (

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_fused_ce.host_copy import HostCopy
-from megatron_fused_ce.masked_tokens import count
+from megatron_fused_ce.head.host_copy import HostCopy
+from megatron_fused_ce.head.tokens import count
 
 
 class TokenWeights(NamedTuple):

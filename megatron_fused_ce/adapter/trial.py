@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_fused_ce.adapter import forms
 from megatron_fused_ce.adapter.forms import Form
-from megatron_fused_ce.parallel import InStep
+from megatron_fused_ce.ranks.collectives import InStep
 
 #: Sequence, batch, rows of a rank's part of the vocabulary in a trial of the layer, hidden size.
 _SEQUENCE, _BATCH, _ROWS, _HIDDEN = 8, 3, 24, 16

@@ -24,13 +24,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megatron_fused_ce.chunking import Chunk
+from megatron_fused_ce.head.tokens import Kept
 from megatron_fused_ce.kernels.records import Merged, RowStatistics, TileStatistics
-from megatron_fused_ce.loss import TokenTerms, Upstream
-from megatron_fused_ce.losses import Rows
 from megatron_fused_ce.losses.form import PLAIN, LossForm
-from megatron_fused_ce.masked_tokens import Kept
-from megatron_fused_ce.parallel import DONE, VocabParallel, Work
+from megatron_fused_ce.losses.statistics import TokenTerms, Upstream
+from megatron_fused_ce.losses.terms import Rows
+from megatron_fused_ce.planner.chunks import Chunk
+from megatron_fused_ce.ranks.collectives import DONE, VocabParallel, Work
 
 
 class OrderedTargets(Protocol):

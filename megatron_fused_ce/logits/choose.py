@@ -13,8 +13,8 @@ from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.kernels import gemm_variants
 from megatron_fused_ce.logits import LogitsBackend
 from megatron_fused_ce.logits.gemm_rows import gemm_then_rows
-from megatron_fused_ce.losses import Term
 from megatron_fused_ce.losses.label import CROSS_ENTROPY, CrossEntropy, loss_of
+from megatron_fused_ce.losses.terms import Term
 
 
 class Requested(NamedTuple):

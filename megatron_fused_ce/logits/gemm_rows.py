@@ -8,11 +8,12 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from megatron_fused_ce import loss, versions
+from megatron_fused_ce.cli import versions
 from megatron_fused_ce.kernels.records import Merged, RowStatistics
 from megatron_fused_ce.logits import ChunkTargets, LogitsGrad, MadeOfTerms, Scores, rows_torch
-from megatron_fused_ce.loss import TokenTerms, Upstream
-from megatron_fused_ce.phases import phase
+from megatron_fused_ce.losses import statistics
+from megatron_fused_ce.losses.statistics import TokenTerms, Upstream
+from megatron_fused_ce.ranks.phases import phase
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ def gemm_then_rows(device: torch.device, logits_dtype: torch.dtype | None = None
             f"fp32, and found {torch.__version__}: upgrade torch, or use 'auto'"
         )
     if not by_triton(device):
-        return GemmThenRows(rows_torch, loss, logits_dtype)
+        return GemmThenRows(rows_torch, statistics, logits_dtype)
     from megatron_fused_ce.kernels import gemm_variants
 
     versions.require("triton", gemm_variants.triton_version())

@@ -20,10 +20,10 @@ from megatron_fused_ce.kernels.records import (
 from megatron_fused_ce.kernels.sizes import SAMPLED_ROWS
 from megatron_fused_ce.logits import ChunkTargets, LogitsGrad, MadeOfTerms, OrderedTargets, Scores
 from megatron_fused_ce.logits.gemm_rows import row_gradients
-from megatron_fused_ce.loss import TokenTerms, Upstream
 from megatron_fused_ce.losses.form import LossForm
-from megatron_fused_ce.parallel import VocabParallel, Work
-from megatron_fused_ce.phases import phase
+from megatron_fused_ce.losses.statistics import TokenTerms, Upstream
+from megatron_fused_ce.ranks.collectives import VocabParallel, Work
+from megatron_fused_ce.ranks.phases import phase
 
 
 @dataclass(frozen=True)

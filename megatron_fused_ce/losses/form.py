@@ -12,10 +12,10 @@ from torch import Tensor
 
 from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.kernels.records import GradCoefficients, Merged, RowOptions
-from megatron_fused_ce.loss import TokenTerms, Upstream
-from megatron_fused_ce.losses import Pull, Rows, Term
 from megatron_fused_ce.losses.label import CROSS_ENTROPY, CrossEntropy
 from megatron_fused_ce.losses.outputs import OUTPUTS, LogProb, LogProbs
+from megatron_fused_ce.losses.statistics import TokenTerms, Upstream
+from megatron_fused_ce.losses.terms import Pull, Rows, Term
 
 
 class MadeElsewhere(Term):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_fused_ce.config import FusedCEConfig
-from megatron_fused_ce.losses import Coefficient, Pull, Rows, Term, times
+from megatron_fused_ce.losses.terms import Coefficient, Pull, Rows, Term, times
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_fused_ce.losses import Coefficient, Pull, Rows, Term
+from megatron_fused_ce.losses.terms import Coefficient, Pull, Rows, Term
 
 
 @dataclass(frozen=True)

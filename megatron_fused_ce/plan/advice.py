@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 from megatron_fused_ce.config import STRATEGY_CHOICES
-from megatron_fused_ce.head_bytes import MIB
 from megatron_fused_ce.plan.heads import STOCK_PATHS, HeadMemory, plugin_head, stock_head
 from megatron_fused_ce.plan.peaks import Estimate, estimate
 from megatron_fused_ce.plan.setting import Setting
+from megatron_fused_ce.planner.memory import MIB
 
 #: Sequences are searched in multiples of this many tokens and of the ranks that divide them, up to
 #: :data:`LONGEST`.

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_fused_ce.adapter.arguments import FLAG
-from megatron_fused_ce.head_bytes import MIB
 from megatron_fused_ce.plan.advice import LENGTH_STEP, LONGEST, TIGHT, Advice, Way
 from megatron_fused_ce.plan.closed_world import UNKNOWN, Judged
 from megatron_fused_ce.plan.launch_script import TrainingLaunch
 from megatron_fused_ce.plan.peaks import MOMENTS
 from megatron_fused_ce.plan.setting import Setting
 from megatron_fused_ce.plan.static import parameters
+from megatron_fused_ce.planner.memory import MIB
 
 GIB = 2**30
 #: By name. GiB are of one GPU; "the flag" is the one that the first sentence names.

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_fused_ce.adapter.arguments import add_arguments
-from megatron_fused_ce.command_line import Parser, UsageError, command, number, read_text, whole
+from megatron_fused_ce.cli.command_line import Parser, UsageError, command, number, read_text, whole
 from megatron_fused_ce.plan import closed_world, launch_script, megatron_arguments, megatron_log
 from megatron_fused_ce.plan.advice import Gpu, advise
 from megatron_fused_ce.plan.answer import GIB, OFF, Result

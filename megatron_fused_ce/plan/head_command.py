@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from megatron_fused_ce.command_line import Parser, UsageError, command, whole
+from megatron_fused_ce.cli.command_line import Parser, UsageError, command, whole
 from megatron_fused_ce.config import STRATEGY_CHOICES, FusedCEConfig
-from megatron_fused_ce.head_bytes import ITEMSIZES, LOGITS_BACKENDS, MIB, WGRAD_ACCUMULATORS, PlanInputs
-from megatron_fused_ce.planner import Plan, alternatives, budget_bytes, plan
+from megatron_fused_ce.planner.choose import Plan, alternatives, budget_bytes, plan
+from megatron_fused_ce.planner.memory import ITEMSIZES, LOGITS_BACKENDS, MIB, WGRAD_ACCUMULATORS, PlanInputs
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 

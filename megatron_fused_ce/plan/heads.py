@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 from megatron_fused_ce.adapter.arguments import FLAG
 from megatron_fused_ce.config import FusedCEConfig
-from megatron_fused_ce.head_bytes import MIB, STOCK_BYTES_PER_LOGIT, STOCK_BYTES_WAITING, PlanInputs
 from megatron_fused_ce.plan.setting import Setting
 from megatron_fused_ce.plan.static import CUBLAS_WORKSPACE
-from megatron_fused_ce.planner import OverBudget, Plan, plan
+from megatron_fused_ce.planner.choose import OverBudget, Plan, plan
+from megatron_fused_ce.planner.memory import MIB, STOCK_BYTES_PER_LOGIT, STOCK_BYTES_WAITING, PlanInputs
 
 
 class StockPath(NamedTuple):

@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_fused_ce.adapter.arguments import config_from_args
-from megatron_fused_ce.command_line import BILLION, whole
-from megatron_fused_ce.command_line import number as share
+from megatron_fused_ce.cli.command_line import BILLION, whole
+from megatron_fused_ce.cli.command_line import number as share
 from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.plan.closed_world import arguments, flash_attention
 from megatron_fused_ce.plan.setting import (

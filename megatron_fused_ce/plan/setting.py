@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from megatron_fused_ce.config import FusedCEConfig
-from megatron_fused_ce.head_bytes import ITEMSIZES
+from megatron_fused_ce.planner.memory import ITEMSIZES
 
 #: Parts of a layer that Megatron's ``--recompute-modules`` computes again, by its own names.
 RECOMPUTE_MODULES = (*("core_attn", "layernorm", "mlp", "moe"), *("moe_act", "mla_up_proj", "shared_experts"))

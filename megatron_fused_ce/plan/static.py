@@ -11,10 +11,10 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from megatron_fused_ce.head_bytes import MIB
 from megatron_fused_ce.plan import blocks
 from megatron_fused_ce.plan.blocks import Weight
 from megatron_fused_ce.plan.setting import Parallel, Setting
+from megatron_fused_ce.planner.memory import MIB
 
 #: cuBLAS's workspace on Hopper, one of Transformer Engine's own products and one of torch's for each
 #: thread (forward, autograd): MiB of 2026-11-21-h200-longest-sequence.json, which has room for no other.

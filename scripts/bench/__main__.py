@@ -43,7 +43,7 @@ import argparse
 import time
 from typing import TYPE_CHECKING, Any
 
-from megatron_fused_ce.command_line import UsageError, command, require_gpus, writable_file
+from megatron_fused_ce.cli.command_line import UsageError, command, require_gpus, writable_file
 from megatron_fused_ce.scripts.bench import cases, report
 from megatron_fused_ce.scripts.lib import gloo, results
 

@@ -11,7 +11,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from megatron_fused_ce.command_line import NO_LIMIT, Parser, UsageError, number, seconds, whole
+from megatron_fused_ce.cli.command_line import NO_LIMIT, Parser, UsageError, number, seconds, whole
 from megatron_fused_ce.config import LOGITS_BACKEND_CHOICES, MERGE_CHOICES, STRATEGY_CHOICES, FusedCEConfig
 from megatron_fused_ce.plan.named_models import MODELS, head_sizes, known_name
 from megatron_fused_ce.scripts.lib.results import RESULTS

@@ -24,7 +24,7 @@ from types import ModuleType
 
 import torch
 
-from megatron_fused_ce.command_line import Parser, UsageError, command, whole, writable_file
+from megatron_fused_ce.cli.command_line import Parser, UsageError, command, whole, writable_file
 from megatron_fused_ce.scripts.bench.cases import Cell, parse_strategy, world_size
 from megatron_fused_ce.scripts.bench.measure import interleave
 from megatron_fused_ce.scripts.bench.op import Case, turn

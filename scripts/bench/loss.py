@@ -17,15 +17,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_fused_ce import FusedCEConfig, masked_tokens
-from megatron_fused_ce.call import Call
+from megatron_fused_ce import FusedCEConfig
+from megatron_fused_ce.head import tokens
+from megatron_fused_ce.head.autograd import linear_cross_entropy
+from megatron_fused_ce.head.call import Call
 from megatron_fused_ce.losses.outputs import differentiable_of
-from megatron_fused_ce.op import linear_cross_entropy
+from megatron_fused_ce.ops.several_labels import SeveralLabels
 from megatron_fused_ce.scripts.bench.cases import UNWEIGHTED, Cell, parse_strategy
 from megatron_fused_ce.scripts.bench.op import MEGATRON, Case, Op, bare, why_not
 from megatron_fused_ce.scripts.bench.peers import dynamo_for_many_shapes, peers, te_cross_entropy
 from megatron_fused_ce.scripts.bench.problem import MIB, UPSTREAM_SCALAR, Outputs, Problem, World
-from megatron_fused_ce.several_labels import SeveralLabels
 
 #: What a user without this package would take: Megatron's layer, Transformer Engine's loss.
 STANDARD = "megatron-te"
@@ -216,7 +217,7 @@ class WithOptions(Loss):
             self.weights[share] = self.token_weights.clamp(min=0.5).masked_fill(chance < share, 0.0)
             setattr(self, f"grad_loss_{share}", UPSTREAM_SCALAR * self.weights[share])
         # What belongs to a step's input (the mask's count too) is made outside of it.
-        self.unmasked = {s: masked_tokens.count(w.reshape(1, -1), None) for s, w in self.weights.items()}
+        self.unmasked = {s: tokens.count(w.reshape(1, -1), None) for s, w in self.weights.items()}
 
     def definition(self, kind: Option, hidden: Tensor, weight: Tensor, part: slice) -> Outputs:
         config = FusedCEConfig(**dict(kind.config))

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fused_ce import promise
+from megatron_fused_ce.head import promise
 from megatron_fused_ce.scripts.bench.cases import Cell
 from megatron_fused_ce.scripts.bench.op import BASE, OURS, Case, Op, one_line, turn
 from megatron_fused_ce.scripts.bench.problem import MIB, Outputs, Problem, World

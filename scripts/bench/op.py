@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
-from megatron_fused_ce.command_line import UsageError
+from megatron_fused_ce.cli.command_line import UsageError
+from megatron_fused_ce.head.grad_weight import accumulate_
 from megatron_fused_ce.scripts.bench.cases import Cell
 from megatron_fused_ce.scripts.bench.problem import Clock, Outputs, Problem, World
 from megatron_fused_ce.scripts.lib import gpu
-from megatron_fused_ce.wgrad import accumulate_
 
 OURS, MEGATRON, PEER, BASE = "ours", "megatron", "peer", "base"
 

@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_fused_ce.command_line import Parser, UsageError, command
+from megatron_fused_ce.cli.command_line import Parser, UsageError, command
 from megatron_fused_ce.scripts.bench.cases import Cell
 from megatron_fused_ce.scripts.bench.op import PEER, Case, limits, why_not
 from megatron_fused_ce.scripts.bench.problem import Outputs, Problem, World

@@ -15,10 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fused_ce.command_line import UsageError
+from megatron_fused_ce.cli.command_line import UsageError
+from megatron_fused_ce.head.grad_weight import (
+    GradWeight,
+    InPlaceGradWeight,
+    OpenGradWeight,
+    ReturnedGradWeight,
+)
 from megatron_fused_ce.scripts.bench.cases import Cell, world_size
 from megatron_fused_ce.scripts.lib import gloo
-from megatron_fused_ce.wgrad import GradWeight, InPlaceGradWeight, OpenGradWeight, ReturnedGradWeight
 
 MIB = 1024 * 1024
 

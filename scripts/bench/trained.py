@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy
-from megatron_fused_ce.command_line import (
+from megatron_fused_ce.cli.command_line import (
     Parser,
     UsageError,
     command,

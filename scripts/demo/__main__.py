@@ -22,7 +22,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron_fused_ce.command_line import Parser, command, num_gpus, whole, writable_folder
+from megatron_fused_ce.cli.command_line import Parser, command, num_gpus, whole, writable_folder
 from megatron_fused_ce.scripts.lib import tables
 from megatron_fused_ce.scripts.lib.logs import Figures, log_texts, parse_logs
 from megatron_fused_ce.scripts.runs import compare

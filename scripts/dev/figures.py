@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from megatron_fused_ce.command_line import Parser, command
+from megatron_fused_ce.cli.command_line import Parser, command
 from megatron_fused_ce.scripts.dev import figures_plan, figures_readme
 from megatron_fused_ce.scripts.lib import pages, results
 from megatron_fused_ce.scripts.lib.results import REPOSITORY, RESULTS

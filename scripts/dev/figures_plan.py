@@ -13,9 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_fused_ce import head_bytes, planner
 from megatron_fused_ce.config import STRATEGY_CHOICES, FusedCEConfig
-from megatron_fused_ce.head_bytes import MIB, PlanInputs
 from megatron_fused_ce.plan import command
 from megatron_fused_ce.plan.advice import Gpu
 from megatron_fused_ce.plan.heads import HeadMemory, plugin_head, stock_head
@@ -23,7 +21,9 @@ from megatron_fused_ce.plan.named_models import MODELS
 from megatron_fused_ce.plan.peaks import estimate
 from megatron_fused_ce.plan.setting import DecoderSizes, Parallel, Setting, StepSettings
 from megatron_fused_ce.plan.static import CUBLAS_WORKSPACE
-from megatron_fused_ce.planner import Plan
+from megatron_fused_ce.planner import choose, memory
+from megatron_fused_ce.planner.choose import Plan
+from megatron_fused_ce.planner.memory import MIB, PlanInputs
 from megatron_fused_ce.scripts.lib import results
 from megatron_fused_ce.scripts.lib.results import REPOSITORY
 from megatron_fused_ce.scripts.lib.tables import markdown as table
@@ -162,15 +162,15 @@ def compare_head(name: str, row: dict[str, Any]) -> Compared:
 
 def chunk_by_chunk(inputs: PlanInputs) -> Plan:
     """The plan with grad_weight made chunk by chunk, as every commit did before 22 November 2026."""
-    chosen = planner.plan(inputs)
+    chosen = choose.plan(inputs)
     if not chosen.wgrad_at_once:
         return chosen
     choice = inputs, chosen.strategy, chosen.cut, chosen.stored_chunks
     return replace(
         chosen,
         wgrad_at_once=False,
-        memory=head_bytes.peak_memory(*choice),
-        relative_time=planner.relative_time(*choice),
+        memory=memory.peak_memory(*choice),
+        relative_time=choose.relative_time(*choice),
     )
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_fused_ce.command_line import UsageError
-from megatron_fused_ce.head_bytes import PlanInputs
-from megatron_fused_ce.planner import plan
+from megatron_fused_ce.cli.command_line import UsageError
+from megatron_fused_ce.planner.choose import plan
+from megatron_fused_ce.planner.memory import PlanInputs
 from megatron_fused_ce.scripts.dev import figures_plan
 from megatron_fused_ce.scripts.lib import results, tables
 from megatron_fused_ce.scripts.lib.results import REPOSITORY, Row

@@ -24,7 +24,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from megatron_fused_ce.adapter.arguments import FLAG
-from megatron_fused_ce.command_line import UsageError
+from megatron_fused_ce.cli.command_line import UsageError
 from megatron_fused_ce.scripts.lib import gpu
 from megatron_fused_ce.scripts.lib.logs import LAUNCHER_LOG, Figures, last_iteration, log_texts, parse_logs
 from megatron_fused_ce.scripts.lib.results import PACKAGE, REPOSITORY, SCRIPTS, version, write_whole

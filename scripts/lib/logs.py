@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_fused_ce.command_line import UsageError
+from megatron_fused_ce.cli.command_line import UsageError
 
 GRAD_NORM = "grad norm"
 TAIL_BYTES = 65536

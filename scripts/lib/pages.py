@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_fused_ce.command_line import UsageError, read_text
+from megatron_fused_ce.cli.command_line import UsageError, read_text
 from megatron_fused_ce.scripts.lib.results import write_whole
 
 

@@ -21,7 +21,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from megatron_fused_ce.command_line import UsageError, read_text
+from megatron_fused_ce.cli.command_line import UsageError, read_text
 from megatron_fused_ce.scripts.lib import gpu
 
 Row = dict[str, Any]

@@ -54,7 +54,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_fused_ce.command_line import (
+from megatron_fused_ce.cli.command_line import (
     NO_LIMIT,
     Parser,
     UsageError,

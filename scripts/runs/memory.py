@@ -29,7 +29,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_fused_ce.command_line import (
+from megatron_fused_ce.cli.command_line import (
     NO_LIMIT,
     Parser,
     UsageError,

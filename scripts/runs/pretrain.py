@@ -30,9 +30,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron_fused_ce import command_line
 from megatron_fused_ce.adapter.arguments import FLAG
-from megatron_fused_ce.command_line import Parser, UsageError, command, seconds, whole
+from megatron_fused_ce.cli import command_line
+from megatron_fused_ce.cli.command_line import Parser, UsageError, command, seconds, whole
 from megatron_fused_ce.plan.command import setting_of as planned_setting
 from megatron_fused_ce.scripts.lib import launches, losses, results, tables
 from megatron_fused_ce.scripts.lib.launches import REFERENCE, STOCK, YARDSTICK, Case, Checkout, Run

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_fused_ce.command_line import Parser, command, whole, writable_folder
+from megatron_fused_ce.cli.command_line import Parser, command, whole, writable_folder
 
 ENDS = (".py", ".pyi", ".md", ".rst", ".txt", ".h", ".cuh")
 FEWEST_BYTES, MOST_BYTES = 256, 1 << 20

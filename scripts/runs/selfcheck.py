@@ -20,7 +20,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from megatron_fused_ce.command_line import Parser, command, whole, writable_file
+from megatron_fused_ce.cli.command_line import Parser, command, whole, writable_file
 from megatron_fused_ce.scripts.lib import results
 
 #: fp32 sums go over a few thousand products.

@@ -18,7 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from megatron_fused_ce.command_line import UsageError
+from megatron_fused_ce.cli.command_line import UsageError
 from megatron_fused_ce.scripts.lib import results
 
 MIB = 1024 * 1024

@@ -34,7 +34,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_fused_ce.command_line import (
+from megatron_fused_ce.cli.command_line import (
     Parser,
     UsageError,
     command,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fused_ce.adapter.arguments import FLAG
-from megatron_fused_ce.command_line import UsageError
+from megatron_fused_ce.cli.command_line import UsageError
 from megatron_fused_ce.scripts.lib.launches import (
     NO_FUSED_WGRAD,
     REFERENCE,

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_fused_ce.command_line import UsageError
+from megatron_fused_ce.cli.command_line import UsageError
 from megatron_fused_ce.scripts.lib import pictures, results, tables
 from megatron_fused_ce.scripts.lib.results import write_whole
 from megatron_fused_ce.scripts.runs.sweep_rows import (

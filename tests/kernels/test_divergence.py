@@ -8,13 +8,13 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from megatron_fused_ce.distillation import rows_torch
 from megatron_fused_ce.kernels import divergence
 from megatron_fused_ce.kernels.records import LabelTerm, Side
-from megatron_fused_ce.logits import divergence_torch
 from tests.support import distillation
 from tests.support.op import DTYPES
 
-ROWS = [pytest.param(divergence, id="triton"), pytest.param(divergence_torch, id="torch")]
+ROWS = [pytest.param(divergence, id="triton"), pytest.param(rows_torch, id="torch")]
 KINDS = [("forward_kl", 0.5), ("reverse_kl", 0.5), ("jsd", 0.5), ("jsd", 0.1), ("jsd", 0.999)]
 EVERY = pytest.mark.parametrize("rows", ROWS)
 OF_KIND = pytest.mark.parametrize(("kind", "beta"), KINDS, ids=lambda value: str(value))

@@ -17,7 +17,7 @@ from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, fused_l
 from megatron_fused_ce.kernels import gemm_variants, scaled_exp, scaled_exp_rows, sizes
 from megatron_fused_ce.logits import ChunkTargets, choose
 from megatron_fused_ce.logits.scaled_exp import ScaledExp
-from megatron_fused_ce.loss import TokenTerms, Upstream, merge_shards
+from megatron_fused_ce.losses.statistics import TokenTerms, Upstream, merge_shards
 from megatron_fused_ce.rl import token_log_probs
 from megatron_fused_ce.scripts.lib.reference import (
     FLOOR,

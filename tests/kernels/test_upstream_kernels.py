@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_fused_ce import promise, scaling
+from megatron_fused_ce.head import fp16, promise
+from megatron_fused_ce.head.promise import ATOL, RTOL
 from megatron_fused_ce.kernels import upstream_kernels
-from megatron_fused_ce.promise import ATOL, RTOL
 
 NAN, INF = float("nan"), float("inf")
 SIZES = (1, 7, 4096, 9001)
@@ -33,7 +33,7 @@ def test_scaled_weights(largest, size, factor, bits, device):
     weights[size // 2] = largest
     made = upstream_kernels.scaled_weights(weights.to(device), bits, factor)
     dtype = torch.float16 if bits else torch.bfloat16
-    expected = plain(scaling.scale_token_weights, weights, factor, dtype)
+    expected = plain(fp16.scale_token_weights, weights, factor, dtype)
     torch.testing.assert_close(made.cpu(), expected, rtol=0, atol=0, equal_nan=True)
 
 

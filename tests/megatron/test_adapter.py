@@ -25,7 +25,7 @@ from megatron_fused_ce.adapter import arguments, report, switch
 from megatron_fused_ce.adapter.deferred_logits import DeferredLogits, LossAndArgmax
 from megatron_fused_ce.adapter.main_grad import open_grad_weight_for
 from megatron_fused_ce.adapter.token_weights import TokenWeights
-from megatron_fused_ce.wgrad import InPlaceGradWeight, ReturnedGradWeight, kind_of
+from megatron_fused_ce.head.grad_weight import InPlaceGradWeight, ReturnedGradWeight, kind_of
 
 ROOT = Path(__file__).resolve().parents[2]
 UNKNOWN = TokenWeights(None, "nobody said")

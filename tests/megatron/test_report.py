@@ -10,9 +10,9 @@ import torch
 
 from megatron_fused_ce import FusedCEConfig
 from megatron_fused_ce.adapter import report, switch
-from megatron_fused_ce.chunking import Cut
-from megatron_fused_ce.head_bytes import PlanInputs
-from megatron_fused_ce.planner import plan
+from megatron_fused_ce.planner.choose import plan
+from megatron_fused_ce.planner.chunks import Cut
+from megatron_fused_ce.planner.memory import PlanInputs
 
 
 class TpGroup:

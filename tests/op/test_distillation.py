@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from megatron_fused_ce import DistillationOutputs, FusedCEConfig, fused_linear_distillation
-from megatron_fused_ce.call import Call
-from megatron_fused_ce.distillation import Distillation
+from megatron_fused_ce.distillation.teacher import Distillation
+from megatron_fused_ce.head.autograd import linear_cross_entropy
+from megatron_fused_ce.head.call import Call
 from megatron_fused_ce.logits import rows_torch
-from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.rl import token_divergence
 from megatron_fused_ce.scripts.lib.live_storages import LiveStorages
 from tests.support import pairs

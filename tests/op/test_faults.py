@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_fused_ce.wgrad import OpenedAccumulators
+from megatron_fused_ce.head.grad_weight import OpenedAccumulators
 from tests.support import orders
 from tests.support.faulty import Filled, OutOfMemoryAt, Step, out_of_memory_at
 from tests.support.head import mixed_plans

@@ -14,7 +14,7 @@ from megatron_fused_ce import (
     fused_linear_topk_distillation,
     losses,
 )
-from megatron_fused_ce.losses import Pull, Term
+from megatron_fused_ce.losses.terms import Pull, Term
 from megatron_fused_ce.scripts.lib.reference import KINDS, make_inputs, relative_error
 from tests.support import pairs
 from tests.support.losses import (

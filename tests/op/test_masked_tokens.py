@@ -13,14 +13,13 @@ from megatron_fused_ce import (
     TokenOutputs,
     fused_linear_token_outputs,
     fused_linear_topk_distillation,
-    masked_tokens,
-    op,
-    planner,
 )
-from megatron_fused_ce.call import Call
-from megatron_fused_ce.host_copy import HostCopy
+from megatron_fused_ce.head import autograd, tokens
+from megatron_fused_ce.head.autograd import linear_cross_entropy
+from megatron_fused_ce.head.call import Call
+from megatron_fused_ce.head.host_copy import HostCopy
 from megatron_fused_ce.logits.gemm_rows import GemmThenRows
-from megatron_fused_ce.op import linear_cross_entropy
+from megatron_fused_ce.planner import choose
 from megatron_fused_ce.scripts.lib.reference import (
     HeadResult,
     assert_close,
@@ -38,7 +37,7 @@ SHARES = (0.0, 0.3, 0.8, 1.0)
 
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch):
-    monkeypatch.setattr(masked_tokens, "ROUND_TO", 4)
+    monkeypatch.setattr(tokens, "ROUND_TO", 4)
 
 
 def masked_problem(share, device, dtype=torch.float32, **shape):
@@ -68,12 +67,12 @@ def test_the_others_are_as_before_and_masked_ones_zero(share, strategy, device, 
     inputs, masked = masked_problem(share, device)
     worked_on = []
 
-    def first_tokens(chunks, count, stock=op.first_tokens):
+    def first_tokens(chunks, count, stock=autograd.first_tokens):
         cut = stock(chunks, count)
         worked_on.append((sum(c.num_tokens for c in chunks), sum(c.num_tokens for c in cut)))
         return cut
 
-    monkeypatch.setattr(op, "first_tokens", first_tokens)
+    monkeypatch.setattr(autograd, "first_tokens", first_tokens)
     config = FusedCEConfig(strategy=strategy, num_chunks=3, skip_masked=True)
     result = run(inputs, config)
     unmasked = int((~masked).sum())
@@ -113,7 +112,7 @@ def test_an_upstream_gradient_for_a_masked_token_raises(strategy, name, rounded_
     """In the backward, before anything is added, whichever output it is of."""
     if (strategy, name) == ("grad_in_forward", "entropy"):
         pytest.skip("it takes no outputs with gradients")
-    monkeypatch.setattr(masked_tokens, "ROUND_TO", rounded_to)
+    monkeypatch.setattr(tokens, "ROUND_TO", rounded_to)
     inputs, masked = masked_problem(0.5, device)
     weights = inputs.grad_loss.clone()
     names = () if name == "loss" else ("log_prob", "entropy")
@@ -214,7 +213,7 @@ def test_outputs_and_teachers(device):
 
 def test_large_ids_are_put_back_whole(device):
     """2**24 + 1 is no number of fp32."""
-    kept = masked_tokens.Kept.of(torch.tensor([[0.0, 1.0, 1.0]], device=device), 2)
+    kept = tokens.Kept.of(torch.tensor([[0.0, 1.0, 1.0]], device=device), 2)
     ids = torch.tensor([2**24 + 1, 2**40 + 1], device=device)
     assert kept.put_back(ids).tolist() == [-1, *ids.tolist()]
 
@@ -223,8 +222,8 @@ def test_a_count_that_was_started_before(device):
     inputs, _ = masked_problem(0.5, device)
     weights = inputs.grad_loss.t().reshape(1, -1)
     config = FusedCEConfig(strategy="store", skip_masked=True)
-    early = masked_tokens.count(weights, None)
-    assert masked_tokens.num_unmasked(early) == int((weights != 0).sum())
+    early = tokens.count(weights, None)
+    assert tokens.num_unmasked(early) == int((weights != 0).sum())
     result = run(inputs, config, unmasked=early)
     assert relative_error(result.grad_hidden, run(inputs, config).grad_hidden) == 0
 
@@ -268,7 +267,7 @@ def test_one_plan_and_one_size_of_buffers_for_all_counts(strategy, device, monke
 
     monkeypatch.setattr(GemmThenRows, "logits_gemm", logits_gemm)
     config = FusedCEConfig(strategy, chunk_tokens=16, skip_masked=True, logits_backend="gemm_rows")
-    planner.plan.cache_clear()
+    choose.plan.cache_clear()
     for share in SHARES:
         inputs, masked = masked_problem(share, device)
         seen.append([])
@@ -277,6 +276,6 @@ def test_one_plan_and_one_size_of_buffers_for_all_counts(strategy, device, monke
         tokens = min(69, -(-unmasked // 4) * 4)
         whole, rest = divmod(tokens, 16)
         assert [count for count, _ in seen[-1]] == [16] * whole + [rest] * (rest > 0)
-    assert planner.plan.cache_info().misses == 1
+    assert choose.plan.cache_info().misses == 1
     sizes = {size for chunks in seen for _, size in chunks}
     assert sizes == {16 * 331 * 4}

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_fused_ce import FusedCEConfig, forward, fused_linear_cross_entropy
+from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy
+from megatron_fused_ce.head import forward
 from megatron_fused_ce.scripts.lib.reference import (
     HeadInputs,
     HeadResult,

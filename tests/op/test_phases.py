@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from megatron_fused_ce import FusedCEConfig
-from megatron_fused_ce.call import Call
-from megatron_fused_ce.op import linear_cross_entropy
-from megatron_fused_ce.phases import PHASES, Recorder
+from megatron_fused_ce.head.autograd import linear_cross_entropy
+from megatron_fused_ce.head.call import Call
+from megatron_fused_ce.ranks.phases import PHASES, Recorder
 from megatron_fused_ce.scripts.lib.reference import make_inputs
 from tests.support.op import STRATEGIES
 

@@ -13,10 +13,12 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron_fused_ce import FusedCEConfig, call, parallel, promise
-from megatron_fused_ce.call import Call
-from megatron_fused_ce.op import linear_cross_entropy
-from megatron_fused_ce.promise import BROKEN, KEPT, NOT_FINITE, Head, fit_scalar
+from megatron_fused_ce import FusedCEConfig
+from megatron_fused_ce.head import call, promise
+from megatron_fused_ce.head.autograd import linear_cross_entropy
+from megatron_fused_ce.head.call import Call
+from megatron_fused_ce.head.promise import BROKEN, KEPT, NOT_FINITE, Head, fit_scalar
+from megatron_fused_ce.ranks import agreement
 from megatron_fused_ce.scripts.lib.reference import HeadInputs, make_inputs
 from tests.support.op import EXP_DTYPE, HAS_EXP, STRATEGIES, captured, promises, run
 from tests.support.problems import open_main_grad, same_bits
@@ -418,7 +420,7 @@ def test_a_spec_made_while_the_promise_broke_is_not_kept(device, monkeypatch):
     """By another thread: every later call of its kind would rely on the promise."""
     micro = Micro(device)
     waiting = micro.losses("grad_in_forward")
-    parallel.history_of(None).forget_specs()
+    agreement.history_of(None).forget_specs()
     made = call._make
 
     def make(args, history):

@@ -19,12 +19,13 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_token_outputs, fused_linear_topk_distillation
-from megatron_fused_ce.call import Call
+from megatron_fused_ce.head.autograd import linear_cross_entropy
+from megatron_fused_ce.head.call import Call
 from megatron_fused_ce.logits import rows_torch
-from megatron_fused_ce.loss import merge_extra, merge_shards
-from megatron_fused_ce.losses import Rows
 from megatron_fused_ce.losses.form import LossForm
-from megatron_fused_ce.op import linear_cross_entropy
+from megatron_fused_ce.losses.statistics import merge_extra, merge_shards
+from megatron_fused_ce.losses.terms import Rows
+from megatron_fused_ce.ops.arguments import ENTROPY_CHOICES
 from megatron_fused_ce.rl import token_log_probs
 from megatron_fused_ce.scripts.lib.reference import (
     UNIT_32,
@@ -34,7 +35,6 @@ from megatron_fused_ce.scripts.lib.reference import (
     plain_head,
     plain_outputs,
 )
-from megatron_fused_ce.words import ENTROPY_CHOICES
 from tests.support.op import rows_by
 from tests.support.problems import (
     TRIED,

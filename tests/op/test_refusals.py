@@ -17,8 +17,8 @@ from megatron_fused_ce import (
     fused_linear_topk_distillation,
     losses,
 )
+from megatron_fused_ce.head.validation import check_call
 from megatron_fused_ce.rl import token_log_probs
-from megatron_fused_ce.validation import check_call
 from tests.support.losses import Focal
 
 EITHER = (TypeError, ValueError)

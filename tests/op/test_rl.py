@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_fused_ce import FusedCEConfig, fused_linear_topk_distillation, masked_tokens
+from megatron_fused_ce import FusedCEConfig, fused_linear_topk_distillation
+from megatron_fused_ce.head import tokens
 from megatron_fused_ce.rl import token_divergence, token_log_probs, unrounded
 from megatron_fused_ce.scripts.lib.reference import (
     FLOOR,
@@ -71,7 +72,7 @@ def test_skip_masked_leaves_ignored_tokens_out(device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_tokens_outside_the_active_mask_cost_no_gemm(dtype, strategy, share, device, monkeypatch):
     """Results 0 for them; the others' are those of the definition in fp64, and so are all gradients."""
-    monkeypatch.setattr(masked_tokens, "ROUND_TO", 1)
+    monkeypatch.setattr(tokens, "ROUND_TO", 1)
     inputs = make_inputs("odd-labels", **SIZES, dtype=dtype, device=device)
     inputs = replace(inputs, temperature=inputs.grad_loss.abs() + 0.5)
     count = round(share * inputs.labels.numel())

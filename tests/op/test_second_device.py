@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, parallel
+from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy
+from megatron_fused_ce.ranks import collectives
 from megatron_fused_ce.scripts.lib.reference import make_inputs
 from tests.support.op import STRATEGIES
 from tests.support.ranks import Rank, on_ranks
@@ -25,7 +26,7 @@ def test_the_side_stream_meets_streams_of_its_own_device():
         patch("torch.cuda.stream"),
         patch("torch.cuda.current_stream", lambda of=None: streams[of]),
     ):
-        stream = parallel._SideStream(device)
+        stream = collectives._SideStream(device)
         side.assert_called_once_with(device, priority=-1)
         stream.start(MagicMock(), (torch.ones(1),)).wait()
         stream.join()
@@ -41,7 +42,7 @@ def test_a_group_that_cannot_coalesce(rank: Rank):
     group = dist.new_group(backend="gloo")
     total = torch.full((2,), rank.rank + 1.0)
     with patch("torch.cuda.Stream") as side, patch("torch.cuda.stream"), patch("torch.cuda.current_stream"):
-        stream = parallel._SideStream(torch.device("cuda", 0))
+        stream = collectives._SideStream(torch.device("cuda", 0))
         with stream.coalesced(group):
             pending = stream.start(dist.all_reduce, (total,), group=group)
             side().record_event.assert_called_once_with()
@@ -58,7 +59,7 @@ def test_the_side_stream_coalesces(of_this_torch):
     group, device = MagicMock(), torch.device("cuda", 0)
     group._get_backend.return_value = backend
     with patch("torch.cuda.Stream") as side, patch("torch.cuda.stream"), patch("torch.cuda.current_stream"):
-        stream = parallel._SideStream(device)
+        stream = collectives._SideStream(device)
         with stream.coalesced(group):
             pending = [stream.start(MagicMock(), (torch.ones(1),)) for _ in range(2)]
             assert not side().record_event.called and not group._end_coalescing.called

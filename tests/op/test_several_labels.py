@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron_fused_ce import FusedCEConfig, head_bytes, planner
+from megatron_fused_ce import FusedCEConfig
 from megatron_fused_ce.logits import rows_torch
+from megatron_fused_ce.planner import choose, memory
 from megatron_fused_ce.rl import token_log_probs
 from megatron_fused_ce.scripts.lib.live_storages import LiveStorages
 from megatron_fused_ce.scripts.lib.reference import FLOOR, make_inputs, plain_several, relative_error
@@ -305,7 +306,7 @@ def test_memory_is_the_plans(strategy):
             made = token_log_probs(*operands, labels, entropy="differentiable", config=config).log_prob
             made.backward(torch.ones_like(made))
         peaks.append(live.peak_bytes)
-        inputs = head_bytes.PlanInputs(
+        inputs = memory.PlanInputs(
             config=config,
             num_tokens=num_tokens,
             hidden_size=size,
@@ -316,7 +317,7 @@ def test_memory_is_the_plans(strategy):
             labels_per_token=k,
             device="cpu",
         )
-        predicted.append(planner.plan(inputs).predicted_peak_bytes)
+        predicted.append(choose.plan(inputs).predicted_peak_bytes)
     grown, counted = peaks[1] - peaks[0], predicted[1] - predicted[0]
     upstream = 4 * num_tokens * (count - 1)  # the caller's
     assert counted / 2 < grown - upstream <= counted

@@ -14,21 +14,21 @@ from torch import Tensor
 
 from megatron_fused_ce import (
     FusedCEConfig,
-    call,
     fused_linear_cross_entropy,
     fused_linear_token_outputs,
     fused_linear_topk_distillation,
-    parallel,
 )
-from megatron_fused_ce.call import Call
-from megatron_fused_ce.distillation import Distillation
-from megatron_fused_ce.host_copy import HostCopy
+from megatron_fused_ce.distillation.teacher import Distillation
+from megatron_fused_ce.head import call
+from megatron_fused_ce.head.autograd import linear_cross_entropy
+from megatron_fused_ce.head.call import Call
+from megatron_fused_ce.head.grad_weight import InPlaceGradWeight
+from megatron_fused_ce.head.host_copy import HostCopy
+from megatron_fused_ce.head.promise import Head
 from megatron_fused_ce.losses.label import ZLoss
-from megatron_fused_ce.op import linear_cross_entropy
-from megatron_fused_ce.promise import Head
+from megatron_fused_ce.ops.several_labels import SeveralLabels
+from megatron_fused_ce.ranks import agreement
 from megatron_fused_ce.scripts.lib.reference import make_inputs, relative_error
-from megatron_fused_ce.several_labels import SeveralLabels
-from megatron_fused_ce.wgrad import InPlaceGradWeight
 from tests.support.distillation import KINDS, fused, make_problem
 from tests.support.op import STRATEGIES, at_odd_offset, leaves, run
 from tests.support.problems import same_bits
@@ -84,7 +84,7 @@ def test_a_default_dtype_changes_no_bit(other, strategy, dtype, options, device)
     expected = step(*given)
     for forgets in (True, False):  # made under the other, or found there
         if forgets:
-            parallel.forget()
+            agreement.forget()
         with default_dtype(other):
             made = step(*given)
         for one, right in zip(made, expected, strict=True):

@@ -8,11 +8,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megatron_fused_ce import (
-    FusedCEConfig,
-    fused_linear_cross_entropy,
-    masked_tokens,
-)
+from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy
+from megatron_fused_ce.head import tokens
 from megatron_fused_ce.rl import token_log_probs
 from megatron_fused_ce.scripts.lib.reference import FLOOR, make_inputs, plain_outputs, relative_error
 from tests.support.head import SIZES, same_on_all_ranks, shard_of, whole_hidden, whole_rows
@@ -56,7 +53,7 @@ def test_an_active_mask(rank: Rank, what, sp, dtype):
         config=FusedCEConfig("recompute", num_chunks=NUM_CHUNKS),
         **settings,
     )
-    with patch.object(masked_tokens, "ROUND_TO", 1), gemm_flops() as flops:
+    with patch.object(tokens, "ROUND_TO", 1), gemm_flops() as flops:
         made = forward()
         torch.autograd.backward([made.log_prob, made.entropy], list(upstreams.values()))
     worked_on = parts * int(active.t().reshape(parts, -1).sum(1).max())

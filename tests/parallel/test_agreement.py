@@ -15,18 +15,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fused_ce import (
-    FusedCEConfig,
-    fused_linear_distillation,
-    fused_linear_topk_distillation,
-    planner,
-    wgrad,
-)
-from megatron_fused_ce.call import Call
+from megatron_fused_ce import FusedCEConfig, fused_linear_distillation, fused_linear_topk_distillation
+from megatron_fused_ce.head import grad_weight
+from megatron_fused_ce.head.autograd import HeadOutputs, linear_cross_entropy
+from megatron_fused_ce.head.call import Call
 from megatron_fused_ce.kernels import gemm_variants
 from megatron_fused_ce.logits import choose
-from megatron_fused_ce.op import HeadOutputs, linear_cross_entropy
-from megatron_fused_ce.parallel import RankDisagreement, history_of
+from megatron_fused_ce.planner import choose as planner
+from megatron_fused_ce.ranks.agreement import RankDisagreement, history_of
 from megatron_fused_ce.rl import token_log_probs
 from tests.support.collectives import Collectives
 from tests.support.head import fresh_group
@@ -168,7 +164,7 @@ def test_main_grad_on_one_rank(rank: Rank, early) -> None:
         if rank.rank == 0 and (early or call):
             weight.main_grad = torch.zeros(1024, 512, device=rank.device)
         opens = open_grad_weight_for(weight, gradient_accumulation_fusion=True)
-        assert (wgrad.kind_of(opens) == "main_grad") == hasattr(weight, "main_grad")
+        assert (grad_weight.kind_of(opens) == "main_grad") == hasattr(weight, "main_grad")
         out = linear_cross_entropy(
             Call(hidden, weight, labels, tp_group=group, config=config, open_grad_weight=opens)
         )
@@ -188,7 +184,7 @@ def test_another_device_on_one_rank(rank: Rank) -> None:
     labels = torch.zeros(16384, dtype=torch.int64, device=rank.device)
     weight = torch.ones(32, 16, device=rank.device)
     name = "Hopper" if is_last(rank) else "other GPU"
-    with patch("megatron_fused_ce.call.device_in_plans", lambda device: name):
+    with patch("megatron_fused_ce.head.spec.device_in_plans", lambda device: name):
         alone = linear_cross_entropy(Call(hidden, weight, labels, config=_RECOMPUTE)).plan.count
         assert not same_on_all(rank, alone), "the case tests nothing"
         for _ in range(2):
@@ -258,7 +254,7 @@ def test_a_destroyed_group_is_let_go(rank: Rank) -> None:
 def test_a_new_length_on_every_call(rank: Rank) -> None:
     """No exchange after the first, whose head the others are; specs are bounded."""
     call = OneHead(rank)
-    with patch("megatron_fused_ce.call.MAX_SPECS", 4), Collectives({call.group: "tp"}) as issued:
+    with patch("megatron_fused_ce.head.spec.MAX_SPECS", 4), Collectives({call.group: "tp"}) as issued:
         for tokens in range(4, SEQUENCE):
             hidden = call.hidden[:tokens].clone().requires_grad_()
             weight = call.weight.clone().requires_grad_()

@@ -10,13 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fused_ce import (
-    DistillationOutputs,
-    FusedCEConfig,
-    fused_linear_distillation,
-    masked_tokens,
-    parallel,
-)
+from megatron_fused_ce import DistillationOutputs, FusedCEConfig, fused_linear_distillation
+from megatron_fused_ce.head import tokens
+from megatron_fused_ce.ranks import collectives
 from megatron_fused_ce.rl import token_divergence
 from tests.support import distillation, head, pairs
 from tests.support.distillation import CONFIDENT, KINDS, DistillationResult, assert_right, make_problem, plain
@@ -82,7 +78,7 @@ def against_fp64(
         left_out[:, : s // 4] = True  # the ranks' parts differ in how many
         problem = replace(problem, upstream=problem.upstream.masked_fill(left_out, 0.0))
         left_out = problem.upstream == 0
-    with head.strategy_in_place(strategy) as name, patch.object(masked_tokens, "ROUND_TO", 4):
+    with head.strategy_in_place(strategy) as name, patch.object(tokens, "ROUND_TO", 4):
         config = problem.config(
             strategy=name,
             chunk_tokens=chunk_tokens,
@@ -169,7 +165,7 @@ def test_confident_rows(rank: Rank, kind, merge):
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "mixed"])
 def test_collectives_at_their_start_or_wait(rank: Rank, strategy, kind, moment):
     """Of nine chunks, both sides gathered: nothing is overwritten that is still read or under way."""
-    with patch.object(parallel, "_start", lambda c, *t, beside=True, **o: moment(c, t, o)):
+    with patch.object(collectives, "_start", lambda c, *t, beside=True, **o: moment(c, t, o)):
         against_fp64(rank, strategy=strategy, kind=kind, sequence_parallel=True, chunk_tokens=8)
 
 

@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, parallel
+from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy
+from megatron_fused_ce.ranks import agreement
 from tests.support import megatron
 from tests.support.collectives import Collectives
 from tests.support.megatron import BATCH, DDP, SEQUENCE, VOCAB, Model, both_cores, flag, of_core
@@ -220,7 +221,7 @@ def test_trains_as_recompute_on_four(rank: Rank, setup):
 @pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
 def test_one_rank_alone_finds_it_broken(rank: Rank, sp):
     """All ranks of the tensor-parallel group recompute, or none: one MAX all-reduce of three numbers."""
-    from megatron_fused_ce import promise
+    from megatron_fused_ce.head import promise
 
     pair = Pair(rank, TP.but(sequence_parallel=sp, fused_wgrad=True))
     fit = promise.fit_scalar
@@ -341,7 +342,7 @@ def test_another_head_with_as_many_rows_on_one_rank(rank: Rank, num_chunks):
         step(unequal, True)
         step(unequal, True)
     step(equal, True)
-    parallel.forget()
+    agreement.forget()
 
 
 @on_ranks(TWO[0])

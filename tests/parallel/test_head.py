@@ -10,11 +10,12 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megatron_fused_ce import FusedCEConfig, masked_tokens
-from megatron_fused_ce.call import Call
-from megatron_fused_ce.op import linear_cross_entropy
+from megatron_fused_ce import FusedCEConfig
+from megatron_fused_ce.head import tokens
+from megatron_fused_ce.head.autograd import linear_cross_entropy
+from megatron_fused_ce.head.call import Call
+from megatron_fused_ce.head.grad_weight import ReturnedGradWeight
 from megatron_fused_ce.scripts.lib.reference import HeadResult, assert_within, make_inputs, plain_head, truth
-from megatron_fused_ce.wgrad import ReturnedGradWeight
 from tests.support import head, pairs
 from tests.support.head import SIZES, rows_of, same_on_all_ranks, scaled_exp_dtype, strategy_in_place
 from tests.support.op import STRATEGIES
@@ -162,7 +163,7 @@ def call(
         earlier = exact.grad_weight.roll(1, 0).to(dtype)
         main_grad = earlier[rows].clone()
         opened = partial(open_main_grad, main_grad)
-    with patch.object(masked_tokens, "ROUND_TO", 4):
+    with patch.object(tokens, "ROUND_TO", 4):
         loss = linear_cross_entropy(
             Call(
                 given,

@@ -16,11 +16,11 @@ from megatron_fused_ce import (
     fused_linear_cross_entropy,
     fused_linear_token_outputs,
     fused_linear_topk_distillation,
-    parallel,
 )
-from megatron_fused_ce.call import Call
+from megatron_fused_ce.head.autograd import linear_cross_entropy
+from megatron_fused_ce.head.call import Call
 from megatron_fused_ce.losses.outputs import OUTPUTS
-from megatron_fused_ce.op import linear_cross_entropy
+from megatron_fused_ce.ranks import collectives
 from megatron_fused_ce.scripts.lib import reference
 from megatron_fused_ce.scripts.lib.reference import assert_close, make_inputs, relative_error, truth
 from tests.support import head, pairs
@@ -306,6 +306,6 @@ def test_collectives_at_their_start_or_wait(rank: Rank, strategy, moment, sp, me
     """
     inputs = plain_inputs(rank, b=2, vocab=512)
     config = FusedCEConfig(strategy=strategy, chunk_tokens=8, merge=merge, logits_backend="gemm_rows")
-    with patch.object(parallel, "_start", lambda c, *t, beside=True, **o: moment(c, t, o)):
+    with patch.object(collectives, "_start", lambda c, *t, beside=True, **o: moment(c, t, o)):
         result = fused_result(rank, inputs, config, sp=sp)
     assert_close(result, inputs)

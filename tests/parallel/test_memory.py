@@ -14,14 +14,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_fused_ce import (
-    FusedCEConfig,
-    fused_linear_cross_entropy,
-    fused_linear_distillation,
-    head_bytes,
-)
-from megatron_fused_ce.chunking import Cut
+from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, fused_linear_distillation
 from megatron_fused_ce.logits import rows_torch
+from megatron_fused_ce.planner import memory
+from megatron_fused_ce.planner.chunks import Cut
 from tests.support.ranks import Rank, on_ranks
 
 #: A shard and a chunk whose buffers differ in shape, also from samples and merges: seven tiles of columns on
@@ -147,7 +143,7 @@ def peaks_are_as_predicted(
         merge=merge,
         logit_precision=logit_precision,
     )
-    inputs = head_bytes.PlanInputs(
+    inputs = memory.PlanInputs(
         config=config,
         num_tokens=num_tokens,
         hidden_size=H,
@@ -187,7 +183,7 @@ def peaks_are_as_predicted(
         # grad_hidden is not the head's own: it may have the shape of a chunk's hidden states, or of all.
         alike = hidden.shape[0] // C if hidden.shape[0] in (C, num_tokens) else 0
         at_once = strategy == "store" and saves_e and trained
-        forward = head_bytes.forward_memory(inputs, strategy, *cut)
+        forward = memory.forward_memory(inputs, strategy, *cut)
         compare(
             "forward",
             inputs,
@@ -201,7 +197,7 @@ def peaks_are_as_predicted(
         seen.reset()
         loss.backward(weights)
     if strategy != "grad_in_forward":
-        backward = head_bytes.backward_memory(inputs, *cut, at_once)
+        backward = memory.backward_memory(inputs, *cut, at_once)
         compare("backward", inputs, merge, seen.peak, backward, alike)
         return
     # Made again for another upstream gradient: what the forward made is gone by then.
@@ -212,23 +208,23 @@ def peaks_are_as_predicted(
         gc.collect()  # as above
         seen.reset()
         loss.backward(weights.square())
-    again = head_bytes.remade_memory(inputs, cut[0])
+    again = memory.remade_memory(inputs, cut[0])
     compare("backward", inputs, merge, seen.peak, again, alike)
     assert seen.peak[torch.float32, V, H] == trained
 
 
 def compare(
     when: str,
-    inputs: head_bytes.PlanInputs,
+    inputs: memory.PlanInputs,
     merge: str,
     seen: Counter[Shape],
-    predicted: head_bytes.Memory,
+    predicted: memory.Memory,
     alike: int,
     saved_terms: int = 0,
 ) -> None:
     """``saved_terms``: chunks whose merged terms are alive together."""
     ranks, e, dtype, fp32 = inputs.tp_size, inputs.itemsize, getattr(torch, inputs.dtype), torch.float32
-    tile_columns = head_bytes.TILE_COLUMNS
+    tile_columns = memory.TILE_COLUMNS
     if not torch.cuda.is_available():
         from megatron_fused_ce.kernels import scaled_exp
 
@@ -238,9 +234,9 @@ def compare(
     beside = inputs.teacher_hidden_size > 0
     of_teacher = C * inputs.teacher_itemsize * H_T if inputs.num_parts > 1 else 0
     if predicted.teacher:
-        logits += predicted.teacher - of_teacher - head_bytes.TEACHER_TOKEN_BYTES * C
+        logits += predicted.teacher - of_teacher - memory.TEACHER_TOKEN_BYTES * C
     hidden = predicted.scaled_hidden + predicted.gathered_hidden + predicted.unreduced_grad_hidden
-    tiles = 4 * C * -(-V // head_bytes.TILE_COLUMNS)
+    tiles = 4 * C * -(-V // memory.TILE_COLUMNS)
     chunks = inputs.num_tokens // C
 
     def of_tokens(width: int) -> int:
@@ -265,7 +261,7 @@ def compare(
         # A sum and a maximum of each tile; what is left of the division are the marks.
         counted["[tiles, C]"] = seen[fp32, num_tiles, C], predicted.tile_statistics // tiles
     if ranks > 1:
-        sampled = ranks * -(-head_bytes.SAMPLED_ROWS // ranks)
+        sampled = ranks * -(-memory.SAMPLED_ROWS // ranks)
         counted["[S, H]"] = (seen[dtype, sampled, H], predicted.sampled_rows / (e * sampled * H))
         if beside and when == "forward":
             # Both sides', at both temperatures; merged terms, as below, count among a teacher's floats.

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_fused_ce.head import tokens
 from tests.support import megatron
 from tests.support.megatron import BATCH, INSTALLED, SEQUENCE, Model, build, flag, have_groups, of_core
 from tests.support.ranks import Rank, Ranks, on_ranks
@@ -166,14 +167,14 @@ def _noting(seen: list[list[int]], read: Any) -> Any:
 @on_ranks(*IN_DDP)
 @pytest.mark.parametrize("name", BY_NAME)
 def test_off_against_on(rank: Rank, name):
-    from megatron_fused_ce import masked_tokens, promise
-    from megatron_fused_ce.host_copy import HostCopy
+    from megatron_fused_ce.head import promise
+    from megatron_fused_ce.head.host_copy import HostCopy
 
     model = model_of(rank, name)
     read: list[list[int]] = []
     have_groups(rank.size)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(masked_tokens, "ROUND_TO", 2)
+        patch.setattr(tokens, "ROUND_TO", 2)
         patch.setattr(HostCopy, "read", _noting(read, HostCopy.read))
         patch.setattr(promise, "counts", promise.Counts())
         off = train(model, rank)

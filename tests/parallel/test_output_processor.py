@@ -8,7 +8,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megatron_fused_ce import FusedCEConfig, masked_tokens
+from megatron_fused_ce import FusedCEConfig
+from megatron_fused_ce.head import tokens
 from megatron_fused_ce.scripts.lib.live_storages import LogitStorages
 from tests.support import megatron
 from tests.support.megatron import BATCH, NEWEST, SEQUENCE, VOCAB, Model, build, flag, have_groups, of_core
@@ -86,7 +87,7 @@ def test_against_logits(rank: Rank, name, on, entropy):
     half = model.dtype == torch.bfloat16
     options = {"strategy": "recompute", "num_chunks": 6, "logit_precision": "activations" if half else "auto"}
     right = Step(model, rank, entropy, False, None)
-    with patch.object(masked_tokens, "ROUND_TO", 1), turned(on, **options) as seen:
+    with patch.object(tokens, "ROUND_TO", 1), turned(on, **options) as seen:
         got = Step(model, rank, entropy, True, None if on else FusedCEConfig(**options))
     assert seen.counts == (1, 0, 0)
     for made, expected in ((got.log_prob, right.log_prob), (got.entropy, right.entropy)):

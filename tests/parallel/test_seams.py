@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
+from megatron_fused_ce.head import tokens
 from tests.support import megatron
 from tests.support.megatron import BATCH, GRADIENT_BOUND, LOSS_BOUND, NEWEST, SEQUENCE, Model, of_core
 from tests.support.ranks import Rank, on_ranks
@@ -246,14 +247,13 @@ def pruning(step: Step) -> Tensor:
 
 def mask_changed(step: Step) -> Tensor:
     """Tokens that were masked when the model was called count when its loss is computed."""
-    from megatron_fused_ce import masked_tokens
 
     def unmask(*_: Any) -> None:
         assert step.mask.min() == 0
         step.mask.fill_(1.0)
 
     step.model.output_layer.register_forward_pre_hook(unmask)
-    with patch.object(masked_tokens, "ROUND_TO", 1):  # so few tokens would all be kept
+    with patch.object(tokens, "ROUND_TO", 1):  # so few tokens would all be kept
         loss = step.masked(step())
     assert step.mask.min() == 1
     return loss

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fused_ce import FusedCEConfig
-from megatron_fused_ce.parallel import RankDisagreement
+from megatron_fused_ce.ranks.agreement import RankDisagreement
 from megatron_fused_ce.rl import token_log_probs
 from megatron_fused_ce.scripts.lib.reference import FLOOR, make_inputs, plain_several, relative_error
 from tests.support.head import SIZES, same_on_all_ranks, shard_of, whole_hidden, whole_rows

@@ -8,7 +8,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megatron_fused_ce import FusedCEConfig, fused_linear_topk, masked_tokens
+from megatron_fused_ce import FusedCEConfig, fused_linear_topk
+from megatron_fused_ce.head import tokens as head_tokens
 from megatron_fused_ce.scripts.lib.reference import FLOOR, relative_error
 from tests.support.head import rows_of, same_on_all_ranks, tokens_of
 from tests.support.op import gemm_flops
@@ -98,7 +99,7 @@ def test_rows_without_a_softmax(rank: Rank):
     def write(x, w, out):
         out.copy_(logits[:, rows])
 
-    with patch("megatron_fused_ce.topk.write_logits", write):
+    with patch("megatron_fused_ce.ops.topk.write_logits", write):
         made, ids = fused_linear_topk(hidden, weight[rows], 7, tp_group=rank.group)
     same_on_all_ranks(rank, made, ids)
     assert ids[0].tolist() == [3, 2, 1, 0, 4, 5, 6] and ids[4].tolist() == [*range(7)]
@@ -116,7 +117,7 @@ def test_tokens_outside_the_active_mask_cost_no_gemm(rank: Rank, sp):
     options = {"tp_group": rank.group, "sequence_parallel": sp, "config": FusedCEConfig(chunk_tokens=14)}
     given = hidden[tokens_of(rank, S, sp)].transpose(0, 1), weight[rows_of(rank, "unequal", V)], 4
     right, right_ids = fused_linear_topk(*given, batch_first=True, **options)
-    with patch.object(masked_tokens, "ROUND_TO", 1), gemm_flops() as flops:
+    with patch.object(head_tokens, "ROUND_TO", 1), gemm_flops() as flops:
         made, ids = fused_linear_topk(*given, batch_first=True, active_mask=active, **options)
     parts = active.chunk(rank.size if sp else 1, dim=1)
     tokens = len(parts) * max(int(part.sum()) for part in parts)

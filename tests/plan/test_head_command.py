@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from megatron_fused_ce.config import FusedCEConfig
-from megatron_fused_ce.head_bytes import PlanInputs
 from megatron_fused_ce.plan import head_command
-from megatron_fused_ce.planner import plan
+from megatron_fused_ce.planner.choose import plan
+from megatron_fused_ce.planner.memory import PlanInputs
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 2**20

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_fused_ce.config import STRATEGY_CHOICES, FusedCEConfig
-from megatron_fused_ce.head_bytes import MIB, PlanInputs
 from megatron_fused_ce.plan import advice, blocks, heads, static
 from megatron_fused_ce.plan.advice import Gpu, advise
 from megatron_fused_ce.plan.command import plan_of, setting_of
@@ -30,7 +29,8 @@ from megatron_fused_ce.plan.setting import (
     StateSpace,
     StepSettings,
 )
-from megatron_fused_ce.planner import plan
+from megatron_fused_ce.planner.choose import plan
+from megatron_fused_ce.planner.memory import MIB, PlanInputs
 from megatron_fused_ce.scripts.dev import figures_plan as check_plan
 
 ROOT = Path(__file__).resolve().parents[2]

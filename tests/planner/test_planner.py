@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_fused_ce import FusedCEConfig, head_bytes, planner
-from megatron_fused_ce.head_bytes import PlanInputs
+from megatron_fused_ce import FusedCEConfig
 from megatron_fused_ce.kernels import scaled_exp
-from megatron_fused_ce.planner import alternatives, plan
+from megatron_fused_ce.planner import choose, memory
+from megatron_fused_ce.planner.choose import alternatives, plan
+from megatron_fused_ce.planner.memory import PlanInputs
 from megatron_fused_ce.scripts.dev.figures_plan import chunk_by_chunk
 from megatron_fused_ce.scripts.lib import results as committed_results
 
@@ -44,7 +45,7 @@ def small(of_the_crossing: float, **others) -> PlanInputs:
     """A head too long for ``store``, with so much of the FLOP from which the wait of grad_in_forward is
     hidden."""
     tokens, hidden_size = 16384, 1024
-    rows = of_the_crossing * planner.SMALLEST_FLOP_TO_WAIT / (6 * tokens * hidden_size)
+    rows = of_the_crossing * choose.SMALLEST_FLOP_TO_WAIT / (6 * tokens * hidden_size)
     return changed(llama(tokens, **others), hidden_size=hidden_size, num_rows=int(rows))
 
 
@@ -161,9 +162,9 @@ def test_choices(inputs, strategy, count, capacity, stored, words):
 )
 def test_a_hopper_is_known_by_a_word_of_its_name(device, expected):
     inputs = inputs_of(1, 1, 1, device=device)
-    assert planner.longest_chunk(inputs, "store") == 8192
+    assert choose.longest_chunk(inputs, "store") == 8192
     for strategy in ("recompute", "mixed", "grad_in_forward"):
-        assert planner.longest_chunk(inputs, strategy) == expected
+        assert choose.longest_chunk(inputs, strategy) == expected
 
 
 @pytest.mark.parametrize(
@@ -257,7 +258,7 @@ def heads(draw) -> PlanInputs:
         dtype=draw(st.sampled_from(["bfloat16", "bfloat16", "float16", "float32"])),
         num_parts=num_parts,
         tp_size=tp_size,
-        wgrad_accumulator=draw(st.sampled_from(head_bytes.WGRAD_ACCUMULATORS)),
+        wgrad_accumulator=draw(st.sampled_from(memory.WGRAD_ACCUMULATORS)),
         token_weights_known=draw(st.booleans()),
         **draw(st.sampled_from([{}, {"saves_logits": True}, {"logits_backend": "gemm_rows"}])),
         device=draw(st.sampled_from(["NVIDIA H200", "NVIDIA H200", "cpu", "Other"])),
@@ -313,7 +314,7 @@ def test_within_the_budget_wherever_anything_fits(inputs, memory_mb):
     for strategy in (
         "store",
         "recompute",
-        *(["grad_in_forward"] if inputs.token_weights_known and not planner.shows_the_wait(inputs) else []),
+        *(["grad_in_forward"] if inputs.token_weights_known and not choose.shows_the_wait(inputs) else []),
     ):
         # The others are never cut shorter than is fast, whatever a few rows or a frozen weight would save.
         for size in sizes if strategy == "recompute" else {1024, 8192, max(256, inputs.num_tokens)}:
@@ -336,7 +337,7 @@ def test_no_strategy_by_name_is_faster(inputs, memory_mb):
     for strategy in (
         "store",
         "recompute",
-        *(["grad_in_forward"] if inputs.token_weights_known and not planner.shows_the_wait(inputs) else []),
+        *(["grad_in_forward"] if inputs.token_weights_known and not choose.shows_the_wait(inputs) else []),
     ):
         try:
             named = plan(changed(inputs, memory_mb=memory_mb, strategy=strategy))
@@ -359,7 +360,7 @@ def test_one_answer(inputs, memory_mb):
 @given(heads())
 def test_no_budget_is_what_grad_in_forward_needs(inputs):
     chosen = plan(inputs)
-    may_differentiate = inputs.token_weights_known and not planner.shows_the_wait(inputs)
+    may_differentiate = inputs.token_weights_known and not choose.shows_the_wait(inputs)
     grad_in_forward = plan(changed(inputs, strategy="grad_in_forward"))
     if "cannot be met" in chosen.why:
         # A few tokens or rows, whose hidden states outweigh their logits: they wait for the backward.
@@ -375,7 +376,7 @@ def test_no_budget_is_what_grad_in_forward_needs(inputs):
 def test_chunks_no_longer_than_the_table(inputs, memory_mb):
     """But for one chunk of all tokens where that saves the fp32 sum of grad_weight."""
     chosen = plan(changed(inputs, memory_mb=memory_mb))
-    longest = planner.longest_chunk(inputs, chosen.strategy)
+    longest = choose.longest_chunk(inputs, chosen.strategy)
     if chosen.capacity > longest:
         assert chosen.count == 1 and inputs.wgrad_accumulator == "returned"
         assert chosen.memory.grad_weight_sum == 0
@@ -528,7 +529,7 @@ def test_inputs_that_do_not_fit(field, value, words):
 
 def test_its_sizes_are_those_of_the_kernels():
     """Which it cannot import: it answers without torch and triton."""
-    assert scaled_exp.TILING.block_n == head_bytes.TILE_COLUMNS
+    assert scaled_exp.TILING.block_n == memory.TILE_COLUMNS
 
 
 def test_no_size_is_the_reason_against_its_equal():
@@ -557,4 +558,4 @@ def test_no_size_is_the_reason_against_its_equal():
     ],
 )
 def test_sizes_in_words(num_bytes, words):
-    assert head_bytes.size_in_words(num_bytes) == words
+    assert memory.size_in_words(num_bytes) == words

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import megatron_fused_ce
-from megatron_fused_ce import versions
+from megatron_fused_ce.cli import versions
 from megatron_fused_ce.logits import gemm_rows
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,10 +8,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fused_ce import FusedCEConfig
-from megatron_fused_ce.call import Call
-from megatron_fused_ce.op import linear_cross_entropy
+from megatron_fused_ce.head.autograd import linear_cross_entropy
+from megatron_fused_ce.head.call import Call
+from megatron_fused_ce.head.grad_weight import InPlaceGradWeight, ReturnedGradWeight
 from megatron_fused_ce.scripts.lib.reference import make_inputs
-from megatron_fused_ce.wgrad import InPlaceGradWeight, ReturnedGradWeight
 
 
 class AtOperator(TorchDispatchMode):

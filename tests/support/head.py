@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fused_ce import parallel, planner
+from megatron_fused_ce.planner import choose
+from megatron_fused_ce.ranks import agreement
 from megatron_fused_ce.scripts.lib.reference import HeadInputs, make_inputs
 from tests.support.ranks import Rank
 
@@ -123,14 +124,14 @@ def mixed_plans(stored_chunks: int) -> AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def _plans(change: Callable[[planner.Plan], planner.Plan]) -> Iterator[None]:
-    plan = planner.plan
-    parallel.forget()
+def _plans(change: Callable[[choose.Plan], choose.Plan]) -> Iterator[None]:
+    plan = choose.plan
+    agreement.forget()
     try:
-        with patch.object(planner, "plan", lambda inputs: change(plan(inputs))):
+        with patch.object(choose, "plan", lambda inputs: change(plan(inputs))):
             yield
     finally:
-        parallel.forget()
+        agreement.forget()
 
 
 class AtItsWait:

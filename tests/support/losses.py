@@ -15,8 +15,8 @@ from megatron_fused_ce import (
     fused_linear_topk_distillation,
     losses,
 )
-from megatron_fused_ce.losses import Pull, Rows, Scaled, Sum, Term
 from megatron_fused_ce.losses.outputs import OUTPUTS, differentiable_of
+from megatron_fused_ce.losses.terms import Pull, Rows, Scaled, Sum, Term
 from megatron_fused_ce.rl import token_log_probs
 from megatron_fused_ce.scripts.lib.reference import (
     FLOOR,

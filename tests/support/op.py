@@ -17,9 +17,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, parallel, promise
+from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy
+from megatron_fused_ce.head import promise
 from megatron_fused_ce.kernels import scaled_exp
 from megatron_fused_ce.logits import gemm_rows
+from megatron_fused_ce.ranks import agreement
 from megatron_fused_ce.scripts.lib.reference import HeadInputs, HeadResult
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -37,12 +39,12 @@ def rows_by(backend: str) -> Iterator[None]:
     if backend == "auto":
         yield
         return
-    parallel.forget()  # specs know their backend
+    agreement.forget()  # specs know their backend
     try:
         with patch.object(gemm_rows, "by_triton", lambda device: backend == "triton"):
             yield
     finally:
-        parallel.forget()
+        agreement.forget()
 
 
 @contextlib.contextmanager

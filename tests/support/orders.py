@@ -17,12 +17,12 @@ from megatron_fused_ce import (
     fused_linear_cross_entropy,
     fused_linear_token_outputs,
     fused_linear_topk_distillation,
-    masked_tokens,
 )
-from megatron_fused_ce.call import Call
-from megatron_fused_ce.op import linear_cross_entropy
+from megatron_fused_ce.head import tokens
+from megatron_fused_ce.head.autograd import linear_cross_entropy
+from megatron_fused_ce.head.call import Call
+from megatron_fused_ce.head.grad_weight import InPlaceGradWeight
 from megatron_fused_ce.scripts.lib.reference import LOSS_OPTIONS, make_inputs, make_teacher
-from megatron_fused_ce.wgrad import InPlaceGradWeight
 from tests.support.faulty import Filled
 from tests.support.op import rows_by
 
@@ -192,7 +192,7 @@ def filled(asked: str, strategy: str, value: float, **where) -> list[torch.Tenso
         head.upstream[:, 2:5] = 0.0
     given = (head.hidden, head.weight)
     rows = rows_by("triton" if asked == "row kernels" else "auto")
-    with Filled(value) as empties, patch.object(masked_tokens, "ROUND_TO", 2), rows:
+    with Filled(value) as empties, patch.object(tokens, "ROUND_TO", 2), rows:
         if asked == "argmax":
             made = linear_cross_entropy(Call(*given, head.labels, **head.options, with_argmax=True))
             results = [made.loss, made.local_max, made.local_argmax]

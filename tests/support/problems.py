@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_fused_ce import FusedCEConfig
-from megatron_fused_ce.call import Call
-from megatron_fused_ce.op import linear_cross_entropy
+from megatron_fused_ce.head.autograd import linear_cross_entropy
+from megatron_fused_ce.head.call import Call
+from megatron_fused_ce.head.grad_weight import InPlaceGradWeight
 from megatron_fused_ce.scripts.lib.reference import FLOOR, HeadInputs, Roundings, relative_error
-from megatron_fused_ce.wgrad import InPlaceGradWeight
 from tests.support.op import DTYPES
 from tests.support.ranks import Rank, RankProcesses
 

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_fused_ce import promise
-from megatron_fused_ce.command_line import UsageError
+from megatron_fused_ce.cli.command_line import UsageError
+from megatron_fused_ce.head import promise
 from megatron_fused_ce.scripts.bench import __main__ as benchmark
 from megatron_fused_ce.scripts.bench import cases, commits, distill, loss, measure, rl, trained
 from megatron_fused_ce.scripts.bench.cases import Cell

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fused_ce import command_line
 from megatron_fused_ce.__main__ import COMMANDS
-from megatron_fused_ce.command_line import Parser, UsageError, command, number, whole
+from megatron_fused_ce.cli import command_line
+from megatron_fused_ce.cli.command_line import Parser, UsageError, command, number, whole
 from megatron_fused_ce.plan import command as plan
 from megatron_fused_ce.plan import head_command
 from megatron_fused_ce.scripts.bench import cases, commits, peers, trained

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_fused_ce.call import Call
-from megatron_fused_ce.command_line import UsageError
-from megatron_fused_ce.op import linear_cross_entropy
+from megatron_fused_ce.cli.command_line import UsageError
+from megatron_fused_ce.head.autograd import linear_cross_entropy
+from megatron_fused_ce.head.call import Call
 from megatron_fused_ce.scripts.lib import launches, results
 from megatron_fused_ce.scripts.lib import logs as megatron_logs
 from megatron_fused_ce.scripts.lib.logs import GRAD_NORM, Point, read_logs

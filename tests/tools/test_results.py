@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fused_ce.command_line import UsageError
+from megatron_fused_ce.cli.command_line import UsageError
 from megatron_fused_ce.scripts.lib import results
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from megatron_fused_ce.losses import Pull
 from megatron_fused_ce.losses.label import CrossEntropy
+from megatron_fused_ce.losses.terms import Pull
 from megatron_fused_ce.scripts.runs import selfcheck
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_fused_ce.chunking import Chunk
+from megatron_fused_ce.distillation import rows_torch as divergence_torch
+from megatron_fused_ce.head.tokens import Kept
 from megatron_fused_ce.kernels.records import (
     NO_EXTRA,
     NOT_HERE,
@@ -40,17 +41,16 @@ from megatron_fused_ce.logits import (
     LogitsGrad,
     OrderedTargets,
     Scores,
-    divergence_torch,
     rows_torch,
 )
 from megatron_fused_ce.logits.gemm_rows import gemm_then_rows, write_logits
-from megatron_fused_ce.loss import TokenTerms, Upstream
-from megatron_fused_ce.losses import Rows
 from megatron_fused_ce.losses.form import LossForm
 from megatron_fused_ce.losses.outputs import OUTPUTS
-from megatron_fused_ce.masked_tokens import Kept
-from megatron_fused_ce.parallel import DONE, BothWorks, VocabParallel, Work
-from megatron_fused_ce.phases import phase
+from megatron_fused_ce.losses.statistics import TokenTerms, Upstream
+from megatron_fused_ce.losses.terms import Rows
+from megatron_fused_ce.planner.chunks import Chunk
+from megatron_fused_ce.ranks.collectives import DONE, BothWorks, VocabParallel, Work
+from megatron_fused_ce.ranks.phases import phase
 
 #: fp16 gradients are saved times a power of two that brings their bound (:meth:`Divergence._row_scale`) to
 #: ``2**FP16_BITS`` at most, so that small probabilities do not underflow.

@@ -6,26 +6,23 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from megatron_fused_ce import autocast, masked_tokens, promise
-from megatron_fused_ce.backward import (
-    PrecomputedGrads,
-    Saved,
-    SavedChunk,
-    backward,
-    scale_precomputed,
-)
-from megatron_fused_ce.call import CallSpec, Context, NeedsGrad
-from megatron_fused_ce.forward import forward
-from megatron_fused_ce.loss import Upstream
-from megatron_fused_ce.masked_tokens import Kept
-from megatron_fused_ce.promise import Verdict
-from megatron_fused_ce.targets import Targets, labels_first
-from megatron_fused_ce.wgrad import OpenedAccumulators
+from megatron_fused_ce.head import autocast, promise, tokens
+from megatron_fused_ce.head.backward import PrecomputedGrads, Saved, SavedChunk, backward, scale_precomputed
+from megatron_fused_ce.head.call import Call
+from megatron_fused_ce.head.forward import forward
+from megatron_fused_ce.head.grad_weight import OpenedAccumulators
+from megatron_fused_ce.head.promise import Verdict
+from megatron_fused_ce.head.spec import CallSpec, Context, NeedsGrad, spec_of
+from megatron_fused_ce.head.targets import Targets, labels_first
+from megatron_fused_ce.head.tokens import Kept
+from megatron_fused_ce.losses.statistics import Upstream
+from megatron_fused_ce.planner.choose import Plan
+from megatron_fused_ce.planner.chunks import first_tokens
 
 #: What a backward returns: a gradient for each argument of the forward.
 Gradients = tuple[Tensor | None, ...]
@@ -185,7 +182,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         with accumulators.or_abandoned(spec.comm, device):
             scale, verdict = _verdict(spec, made, upstream, lost)
             if verdict is not None and lost is not None:
-                masked_tokens.refuse_lost(verdict.num_lost, spec.active_mask)
+                tokens.refuse_lost(verdict.num_lost, spec.active_mask)
                 accumulators.spoilt = verdict.lost_not_finite
             result = None
             if made is not None and scale is not None and verdict is not None:
@@ -281,3 +278,55 @@ def _upstream(grads: Sequence[Tensor | None], spec: CallSpec, ignored: Tensor | 
         return Upstream(loss, tuple(beside))
     of_any = beside[0][1]
     return Upstream(torch.zeros_like(of_any[0] if of_any.dim() == 3 else of_any), tuple(beside), False)
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class HeadOutputs(NamedTuple):
+    """Results of :func:`linear_cross_entropy`."""
+
+    outputs: dict[str, Tensor]  # the labels' shape
+    local_max: Tensor | None  # fp32 [T] in token order (s-major): this shard's largest logit
+    local_argmax: Tensor | None  # int64 [T]: its row in this shard
+    plan: Plan  # strategy and chunks of this call
+    logits_backend: str  # the one that was used
+    why_not_scaled_exp: str  # empty if it was used
+
+    @property
+    def loss(self) -> Tensor:
+        return self.outputs["loss"]
+
+
+def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
+    """``torch.compiler.disable`` with the function's types."""
+    return cast(Callable[P, R], torch.compiler.disable(function))
+
+
+@uncompiled
+def linear_cross_entropy(call: Call) -> HeadOutputs:
+    """Evaluate a call of the head: for the functions above and for the Megatron adapter.
+
+    Returns:
+        the outputs for each token, this shard's largest logits where asked for, the plan and the logits
+        backend.
+
+    Errors and collectives: those of :func:`fused_linear_cross_entropy`.
+    """
+    call = call.completed()
+    with call.on_its_device():
+        spec = spec_of(call)
+        # From here on every rank runs the same collectives.
+        targets, kept = Targets.of(call, spec)
+        chunks = spec.chunks
+        if kept is not None:
+            # The plan and the buffers are those of all tokens: the same in every step.
+            chunks = first_tokens(chunks, kept.tokens.shape[1])
+        context = Context(spec, chunks, call.open_grad_weight)
+        in_batch = tuple(call.labels.shape) if call.labels.dim() == 2 else None
+        *per_token, local_max, local_argmax = FusedLinearCrossEntropy.apply(
+            call.hidden, call.weight, targets, context, kept, in_batch
+        )
+    outputs = dict(zip(spec.form.outputs, per_token, strict=True))
+    return HeadOutputs(outputs, local_max, local_argmax, spec.plan, spec.logits.name, spec.why_not_scaled_exp)

@@ -25,8 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fused_ce.host_copy import HostCopy
-from megatron_fused_ce.parallel import HeadOfGroup, largest_over_ranks
+from megatron_fused_ce.head.host_copy import HostCopy
+from megatron_fused_ce.ranks.agreement import HeadOfGroup
+from megatron_fused_ce.ranks.collectives import largest_over_ranks
 
 #: Largest relative difference of one token's ``g`` from ``c * w``. A multiplication in fp32 rounds by 2**-24;
 #: Megatron's loss has one per token (scalars cancel in ``c``), another loss perhaps eight, in another order

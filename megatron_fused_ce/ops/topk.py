@@ -6,15 +6,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fused_ce import autocast, masked_tokens
-from megatron_fused_ce.call import DEFAULT_CONFIG, Call, check_arguments
 from megatron_fused_ce.config import FusedCEConfig, takes_config
+from megatron_fused_ce.head import autocast, tokens
+from megatron_fused_ce.head.autograd import uncompiled
+from megatron_fused_ce.head.call import DEFAULT_CONFIG, Call
+from megatron_fused_ce.head.spec import check_arguments
+from megatron_fused_ce.head.targets import in_token_order, inv_temperature_of
 from megatron_fused_ce.logits.gemm_rows import gemm_then_rows, write_logits
-from megatron_fused_ce.op import uncompiled
-from megatron_fused_ce.parallel import DONE, VocabParallel, check_group
-from megatron_fused_ce.shards import Shards, cut_of
-from megatron_fused_ce.targets import in_token_order, inv_temperature_of
-from megatron_fused_ce.words import sequence_first, temperature_of, why_no_layout, why_no_mask, widened
+from megatron_fused_ce.ops.arguments import (
+    sequence_first,
+    temperature_of,
+    why_no_layout,
+    why_no_mask,
+    widened,
+)
+from megatron_fused_ce.ops.shards import Shards, cut_of
+from megatron_fused_ce.ranks.agreement import check_group
+from megatron_fused_ce.ranks.collectives import DONE, VocabParallel
 
 
 @takes_config
@@ -93,9 +101,9 @@ def fused_linear_topk(
     with call.on_its_device(), autocast.off(hidden.device):
         hidden, parts = hidden.reshape(-1, hidden.shape[-1]), comm.num_parts
         mask, num_tokens = in_token_order(mask, labels, parts), len(hidden)
-        if call.active_mask and (counted := masked_tokens.count(mask, comm.group)) is not None:
-            num_tokens = masked_tokens.num_kept(masked_tokens.num_unmasked(counted), num_tokens)
-        kept = masked_tokens.Kept.of(mask, num_tokens)
+        if call.active_mask and (counted := tokens.count(mask, comm.group)) is not None:
+            num_tokens = tokens.num_kept(tokens.num_unmasked(counted), num_tokens)
+        kept = tokens.Kept.of(mask, num_tokens)
         if (inv_t := inv_temperature_of(call.temperature, labels, comm)) is None:
             inv_t = torch.full_like(mask, 1 / float(call.temperature))
         hidden, inv_t = kept.take(hidden, comm.part), kept.of_tokens(inv_t)

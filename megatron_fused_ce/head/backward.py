@@ -24,15 +24,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_fused_ce.call import Context, NeedsGrad
-from megatron_fused_ce.chunking import Chunk
+from megatron_fused_ce.head.buffers import ChunkGradients, HiddenStates, Workspace, delay_next_gemm
+from megatron_fused_ce.head.fp16 import scale_, scale_for_fp16
+from megatron_fused_ce.head.promise import Verdict
+from megatron_fused_ce.head.spec import Context, NeedsGrad
 from megatron_fused_ce.logits import ChunkTargets, LogitsGrad, OrderedTargets
-from megatron_fused_ce.loss import TokenTerms, Upstream
 from megatron_fused_ce.losses.form import LossForm
-from megatron_fused_ce.overlap import ChunkGradients, HiddenStates, Workspace, delay_next_gemm
-from megatron_fused_ce.phases import phase
-from megatron_fused_ce.promise import Verdict
-from megatron_fused_ce.scaling import scale_, scale_for_fp16
+from megatron_fused_ce.losses.statistics import TokenTerms, Upstream
+from megatron_fused_ce.planner.chunks import Chunk
+from megatron_fused_ce.ranks.phases import phase
 
 #: ``grad_hidden`` of this rank's tokens, and what autograd gets for the weight.
 Gradients = tuple[Tensor | None, Tensor | None]

@@ -39,30 +39,6 @@ from megatron_fused_ce.kernels.records import (
 )
 
 
-class TokenOutputs(NamedTuple):
-    """Results for each token, in the labels' shape; None if not requested.
-
-    ``s`` are the logits of the loss (scaled, softcapped, without masked padding), ``p = softmax(s)``.
-    """
-
-    loss: Tensor  # fp32
-    log_prob: Tensor | None = None  # fp32: log p_y; max s - lse for a label outside the vocabulary
-    lse: Tensor | None = None  # fp32: log sum exp s
-    entropy: Tensor | None = None  # fp32: -sum p log p
-    predicted: Tensor | None = None  # int64: argmax s over all shards, lowest on a tie; -1 with NaN
-    correct: Tensor | None = None  # bool: no logit is larger than the label's
-    #: of a student beside its teacher: fp32, with a gradient where it is the loss
-    divergence: Tensor | None = None
-    teacher_log_prob: Tensor | None = None  # the teacher's of the label, at temperature 1
-
-
-class TokenLogProbs(NamedTuple):
-    """Log-probabilities of given tokens, fp32, in the labels' shape; None if not requested."""
-
-    log_prob: Tensor
-    entropy: Tensor | None = None
-
-
 class Upstream(NamedTuple):
     """Upstream gradients, fp32, of all tokens ``[parts, n]`` or of a chunk ``[C]``; ``[K, ...]`` of outputs
     with one number for each label."""
@@ -206,7 +182,3 @@ def merge_shards(shards: Tensor) -> Merged:
     global_max = shards[:, ROW_MAX].amax(0)
     loss, terms = token_loss(shard_addends(shards, global_max).sum(0), global_max)
     return Merged(loss, terms, shards[:, ROW_SHIFT].amax(0))
-
-
-#: In place of a column: an empty entry among several labels, and an id of another shard or of none.
-EMPTY, NO_COLUMN = -1, -2

@@ -7,12 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_fused_ce import masked_tokens
-from megatron_fused_ce.call import Call, CallSpec
 from megatron_fused_ce.config import FusedCEConfig
+from megatron_fused_ce.head import tokens
+from megatron_fused_ce.head.call import Call
+from megatron_fused_ce.head.spec import CallSpec
+from megatron_fused_ce.head.tokens import Kept
 from megatron_fused_ce.logits import OrderedTargets
-from megatron_fused_ce.masked_tokens import Kept
-from megatron_fused_ce.parallel import VocabParallel, raise_if_any
+from megatron_fused_ce.ranks.collectives import VocabParallel, raise_if_any
 
 
 class Targets(NamedTuple):
@@ -39,10 +40,10 @@ class Targets(NamedTuple):
         in_order = None if weights is None else in_token_order(weights.detach(), labels, parts)
         kept = None
         if call.config.skip_masked and in_order is not None:
-            unmasked = call.unmasked or masked_tokens.count(in_order, spec.comm.group)
+            unmasked = call.unmasked or tokens.count(in_order, spec.comm.group)
             num_kept = num_tokens = spec.plan.cut.num_tokens
             if unmasked is not None:
-                num_kept = masked_tokens.num_kept(masked_tokens.num_unmasked(unmasked), num_tokens)
+                num_kept = tokens.num_kept(tokens.num_unmasked(unmasked), num_tokens)
             kept = Kept.of(in_order, num_kept)
         targets = _in_columns(call, in_order, inv_temperature, spec)
         return (targets if kept is None else targets.kept(kept, spec.comm.part)), kept

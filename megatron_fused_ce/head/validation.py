@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from megatron_fused_ce.config import FusedCEConfig
-from megatron_fused_ce.losses import Term
 from megatron_fused_ce.losses.outputs import OUTPUTS
+from megatron_fused_ce.losses.terms import Term
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import islice
 
-from megatron_fused_ce.chunking import Cut
-from megatron_fused_ce.head_bytes import (
+from megatron_fused_ce.planner.chunks import Cut
+from megatron_fused_ce.planner.memory import (
     MIB,
     Memory,
     PlanInputs,

@@ -40,13 +40,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_fused_ce.call import Context
-from megatron_fused_ce.chunking import Chunk
+from megatron_fused_ce.head.fp16 import scale_
+from megatron_fused_ce.head.grad_weight import GradWeight, HeldGradWeight
+from megatron_fused_ce.head.spec import Context
 from megatron_fused_ce.logits import LogitsGrad
-from megatron_fused_ce.parallel import DONE, Work
-from megatron_fused_ce.phases import phase
-from megatron_fused_ce.scaling import scale_
-from megatron_fused_ce.wgrad import GradWeight, HeldGradWeight
+from megatron_fused_ce.planner.chunks import Chunk
+from megatron_fused_ce.ranks.collectives import DONE, Work
+from megatron_fused_ce.ranks.phases import phase
 
 
 def delay_next_gemm(context: Context, device: torch.device) -> None:

@@ -36,18 +36,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_fused_ce.backward import PrecomputedGrads, Saved, SavedChunk, scaled_upstream
-from megatron_fused_ce.call import Context
-from megatron_fused_ce.chunking import Chunk
+from megatron_fused_ce.head.backward import PrecomputedGrads, Saved, SavedChunk, scaled_upstream
+from megatron_fused_ce.head.buffers import ChunkGradients, HiddenStates, Workspace
+from megatron_fused_ce.head.fp16 import scale_token_weights
+from megatron_fused_ce.head.grad_weight import HeldGradWeight
+from megatron_fused_ce.head.spec import Context
+from megatron_fused_ce.head.targets import Targets
 from megatron_fused_ce.kernels.records import Merged, RowStatistics
 from megatron_fused_ce.logits import ChunkTargets, Scores
-from megatron_fused_ce.loss import Upstream
-from megatron_fused_ce.overlap import ChunkGradients, HiddenStates, Workspace
-from megatron_fused_ce.parallel import DONE, Merge, Work
-from megatron_fused_ce.phases import phase
-from megatron_fused_ce.scaling import scale_token_weights
-from megatron_fused_ce.targets import Targets
-from megatron_fused_ce.wgrad import HeldGradWeight
+from megatron_fused_ce.losses.statistics import Upstream
+from megatron_fused_ce.planner.chunks import Chunk
+from megatron_fused_ce.ranks.collectives import DONE, Merge, Work
+from megatron_fused_ce.ranks.phases import phase
 
 
 class Forward(NamedTuple):

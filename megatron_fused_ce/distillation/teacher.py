@@ -9,16 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fused_ce import autocast
-from megatron_fused_ce.call import Call, CallSpec, OtherTargets
 from megatron_fused_ce.config import FP32_LIMIT, FusedCEConfig
+from megatron_fused_ce.distillation.rows import Divergence, Teacher, divergence_rows
+from megatron_fused_ce.head import autocast
+from megatron_fused_ce.head.call import Call, OtherTargets
+from megatron_fused_ce.head.spec import CallSpec
+from megatron_fused_ce.head.targets import in_token_order
+from megatron_fused_ce.head.validation import DTYPES
 from megatron_fused_ce.kernels.records import DIVERGENCES
 from megatron_fused_ce.logits import LogitsBackend, choose
-from megatron_fused_ce.logits.divergence import Divergence, Teacher, divergence_rows
 from megatron_fused_ce.losses.form import MADE_ELSEWHERE
-from megatron_fused_ce.parallel import VocabParallel, collective_device, raise_if_any
-from megatron_fused_ce.targets import in_token_order
-from megatron_fused_ce.validation import DTYPES
+from megatron_fused_ce.ranks.collectives import VocabParallel, collective_device, raise_if_any
 
 
 @dataclass(frozen=True, eq=False)

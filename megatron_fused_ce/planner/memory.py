@@ -18,9 +18,9 @@ import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megatron_fused_ce.chunking import Cut
 from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.kernels.sizes import HALF_TILE_ROWS, SAMPLED_ROWS, TILE_COLUMNS
+from megatron_fused_ce.planner.chunks import Cut
 
 MIB = 2**20
 #: Bytes of an element, by torch's name of the dtype.

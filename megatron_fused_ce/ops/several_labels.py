@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fused_ce.call import Call, CallSpec, OtherTargets
 from megatron_fused_ce.config import FusedCEConfig
+from megatron_fused_ce.head.call import Call, OtherTargets
+from megatron_fused_ce.head.spec import CallSpec
+from megatron_fused_ce.head.targets import columns_of, labels_first
 from megatron_fused_ce.logits import LogitsBackend
 from megatron_fused_ce.logits.gemm_rows import GemmThenRows
-from megatron_fused_ce.logits.label_set import LabelSet, LabelSetRows
-from megatron_fused_ce.loss import EMPTY, NO_COLUMN
-from megatron_fused_ce.losses import Term
+from megatron_fused_ce.logits.label_set import EMPTY, NO_COLUMN, LabelSet, LabelSetRows
 from megatron_fused_ce.losses.label import CROSS_ENTROPY, SoftTargets
-from megatron_fused_ce.parallel import raise_if_any
-from megatron_fused_ce.targets import columns_of, labels_first
+from megatron_fused_ce.losses.terms import Term
+from megatron_fused_ce.ranks.collectives import raise_if_any
 
 #: Labels of a token, at most: their places are written as int16.
 MOST_LABELS = 2**15

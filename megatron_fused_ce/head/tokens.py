@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_fused_ce.host_copy import HostCopy
-from megatron_fused_ce.loss import Upstream
-from megatron_fused_ce.parallel import largest_over_ranks
+from megatron_fused_ce.head.host_copy import HostCopy
+from megatron_fused_ce.losses.statistics import Upstream
+from megatron_fused_ce.ranks.collectives import largest_over_ranks
 
 #: ``m`` is rounded up to whole tiles of the GEMMs: fewer sizes for the allocator, at no cost in time.
 ROUND_TO = 128

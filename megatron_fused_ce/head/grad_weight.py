@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron_fused_ce import autocast
-from megatron_fused_ce.parallel import VocabParallel
-from megatron_fused_ce.promise import Verdict
+from megatron_fused_ce.head import autocast
+from megatron_fused_ce.head.promise import Verdict
+from megatron_fused_ce.ranks.collectives import VocabParallel
 
 
 class GradWeight(Protocol):

@@ -1,0 +1,170 @@
+"""TODO."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_fused_ce.config import FusedCEConfig, why_no_config
+from megatron_fused_ce.head import autocast
+from megatron_fused_ce.head.grad_weight import OpenGradWeight, ReturnedGradWeight
+from megatron_fused_ce.head.host_copy import HostCopy
+from megatron_fused_ce.head.promise import UNNAMED, Head
+from megatron_fused_ce.logits import LogitsBackend, OrderedTargets
+from megatron_fused_ce.losses.label import CROSS_ENTROPY
+from megatron_fused_ce.losses.terms import Term
+from megatron_fused_ce.ranks.collectives import VocabParallel
+
+if TYPE_CHECKING:
+    from megatron_fused_ce.head.spec import CallSpec
+
+DEFAULT_CONFIG = FusedCEConfig()
+
+
+class OtherTargets:
+    """What tokens are compared with beside one label each. This one: nothing.
+
+    A subclass is a frozen dataclass: :class:`.SeveralLabels`, :class:`.Distillation`.
+    """
+
+    #: the loss in the place of a label's
+    loss: Term = CROSS_ENTROPY
+    #: K, of several labels a token; 0 for one
+    num_labels = 0
+    #: outputs that the logits backend makes, beside those of :data:`.OUTPUTS`
+    outputs: tuple[str, ...] = ()
+    #: those of them that are the loss
+    equal_to_loss: tuple[str, ...] = ()
+    #: why the scaled-exp GEMM cannot serve, as a thing that its epilogue would have to make; or empty
+    beyond_scaled_exp = ""
+    #: a loss whose gradient is made from logits of both dtypes, in words; or empty
+    saves_logits_for = ""
+    #: arguments among :attr:`arguments` with numbers for each of the labels' tokens
+    per_token: tuple[str, ...] = ()
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The caller's, by their names; of a tensor whose rows may differ between ranks none of them."""
+        return {}
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """All that a spec depends on; of tensors the numbers do not count."""
+        return ()
+
+    def in_plan(self) -> dict[str, int]:
+        """Fields of :class:`.PlanInputs`."""
+        return {}
+
+    def in_autocast(self) -> OtherTargets:
+        """With tensors in autocast's dtype."""
+        return self
+
+    def of_head(self) -> Hashable:
+        """What makes another head of it, in :func:`_head_of`."""
+        return None
+
+    def check(self, call: Call, num_ranks: int) -> None:
+        """Check it beside a call's other arguments, which are checked.
+
+        Raises:
+            TypeError, ValueError: something does not fit.
+        """
+
+    def why_not_here(self, config: FusedCEConfig) -> str:
+        """As :func:`.choose.why_not_here`."""
+        return ""
+
+    def check_shards(self, call: Call, vocab_start: int, comm: VocabParallel, compares: bool) -> None:
+        """Check it against this rank's shard, once the ranks have compared theirs, if they do.
+
+        Raises:
+            ValueError: on every rank, where they compare.
+        """
+
+    def backend(self, call: Call, base: LogitsBackend) -> LogitsBackend:
+        """That of these targets, over ``base``."""
+        return base
+
+    def in_order(
+        self, labels: Tensor, num_rows: int, config: FusedCEConfig, spec: CallSpec
+    ) -> OrderedTargets | None:
+        """In the order of the hidden states; ``num_rows``: of the weight."""
+        return None
+
+
+NOTHING_ELSE = OtherTargets()
+
+
+class Call(NamedTuple):
+    """Everything one head call is given: the arguments of :mod:`.op`'s and :mod:`.rl`'s functions."""
+
+    hidden: Tensor  # [s, b, H] or [T, H]; this rank's part with sequence parallelism
+    weight: Tensor  # [V, H]
+    labels: Tensor  # [b, s] or [T]
+    tp_group: dist.ProcessGroup | None = None
+    sequence_parallel: bool = False
+    token_weights: Tensor | None = None  # the labels' shape
+    #: whether they are those that :func:`.rl.token_log_probs` works on, for errors
+    active_mask: bool = False
+    vocab_start: int | None = None
+    config: FusedCEConfig = DEFAULT_CONFIG
+    #: see :func:`.op.fused_linear_token_outputs`
+    outputs: tuple[str, ...] = ()
+    differentiable: tuple[str, ...] = ()  # which of the outputs carry gradients
+    #: see :func:`.op.fused_linear_loss`: of ``loss`` and of outputs, by their names
+    terms: tuple[tuple[str, Term], ...] = ()
+    #: with which labels may be outside the vocabulary, for none
+    other_targets: OtherTargets = NOTHING_ELSE
+    #: see :func:`.rl.token_log_probs`, also for the next two; a tensor is in the labels' shape
+    temperature: float | Tensor = 1.0
+    zero_unknown: bool = False
+    reduce_grad_hidden: bool = True
+    #: what the caller found wrong with its own arguments, to be raised on every rank
+    caller_error: Exception | None = None
+    #: also give each token's largest logit in this shard and its row
+    with_argmax: bool = False
+    #: with ``config.skip_masked``: what :func:`.masked_tokens.count` started earlier for these token weights;
+    #: else it is counted here, and the host waits
+    unmasked: HostCopy | None = None
+    #: makes the wgrad accumulator (:mod:`.wgrad`)
+    open_grad_weight: OpenGradWeight = ReturnedGradWeight
+    #: calls that wait for their backward together, for plans of memory
+    uses_in_flight: int = 1
+    #: whose calls these are; heads of different weights, or of different losses, are best told apart
+    head: Head = UNNAMED
+
+    def completed(self) -> Call:
+        """With a config, in autocast's dtype, and without ``differentiable`` outputs under ``no_grad``."""
+        call = self
+        if not isinstance(call.config, FusedCEConfig):
+            wrong = call.caller_error or why_no_config(call.config)
+            call = call._replace(config=DEFAULT_CONFIG, caller_error=wrong)
+        if call.differentiable and not torch.is_grad_enabled():
+            call = call._replace(differentiable=())
+        hidden, weight = call.hidden, call.weight
+        on_device = isinstance(hidden, Tensor) and not hidden.is_meta
+        if on_device and torch.is_autocast_enabled(hidden.device.type):
+            if isinstance(weight, Tensor):
+                hidden, weight = autocast.cast(hidden, weight)
+            others = call.other_targets.in_autocast()
+            call = call._replace(hidden=hidden, weight=weight, other_targets=others)
+        return call
+
+    def on_its_device(self) -> AbstractContextManager[Any]:
+        """The device of ``hidden`` as the current one, for Triton's launches and the collectives' streams.
+
+        Autograd's thread for a backward sees to it by itself.
+        """
+        hidden = self.hidden
+        if getattr(hidden, "is_cuda", False) and hidden.get_device() != torch.cuda.current_device():
+            return torch.cuda.device(hidden.device)
+        return _NOTHING
+
+
+_NOTHING = nullcontext()

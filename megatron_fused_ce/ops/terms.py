@@ -1,0 +1,122 @@
+"""TODO."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_fused_ce.config import FusedCEConfig, takes_config
+from megatron_fused_ce.head.autograd import linear_cross_entropy
+from megatron_fused_ce.head.call import DEFAULT_CONFIG, Call
+from megatron_fused_ce.losses.outputs import OUTPUTS
+from megatron_fused_ce.losses.terms import Term
+from megatron_fused_ce.ops.several_labels import has_several_labels, with_several_labels
+
+
+@takes_config
+def fused_linear_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    terms: Mapping[str, Term],
+    *,
+    tp_group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    token_weights: Tensor | None = None,
+    vocab_start: int | None = None,
+    config: FusedCEConfig | None = None,
+) -> dict[str, Tensor]:
+    """Losses and other outputs that are sums of terms, each for every token, without the logits.
+
+    ::
+
+        out = fused_linear_loss(
+            hidden,
+            weight,
+            labels,
+            {"loss": losses.CrossEntropy() + losses.ZLoss(1e-4), "entropy": losses.Entropy()},
+        )
+        (out["loss"] - 0.01 * out["entropy"]).mean().backward()
+
+    Args:
+        labels: also K of each token, ``[b, s, K]`` or ``[T, K]``, for terms that read
+            :attr:`.Rows.log_probs`; others are of the first. As for :func:`.rl.token_log_probs`.
+        terms: output's name -> :class:`.losses.Term`; :mod:`megatron_fused_ce.losses` has those of the
+            package, docs/losses.md how to write another. Outputs whose term ``gives`` coefficients are
+            differentiable, each for any upstream gradient of its own. The first one is what
+            ``token_weights`` are promised of; where another has an upstream gradient too,
+            ``grad_in_forward`` makes its gradients again in the backward, and ``auto`` never takes it.
+        config: ``z_loss`` and ``label_smoothing`` are terms here, and refused. Outputs of the label are 0
+            without a gradient for tokens labelled ``ignore_index``.
+
+    The other arguments, errors and collectives are those of :func:`fused_linear_cross_entropy`; each
+    statistic that a term ``needs`` adds a float a token to the merge. With K labels a token a MAX all-reduce
+    of fp32 ``[C, K]`` comes behind each chunk's first GEMM (R > 1).
+
+    Returns:
+        the outputs by their names, ``[b, s]`` or ``[T]``, with K more where a term is ``per_label``; fp32,
+        but int64 ids of ``Predicted`` and bools of ``Correct``.
+
+    Raises:
+        TypeError, ValueError, beside those: what is no term, a term that cannot be hashed, statistics or
+            coefficients that there are not, a first output without a gradient.
+
+    Source: the row gradient of a sum of terms: docs/math.md.
+    """
+    config = DEFAULT_CONFIG if config is None else config
+    wrong = _wrong_terms(terms, config)
+    by_name = {} if wrong else _internal_names(terms)
+    beside = tuple(name for name in by_name if name != "loss")
+    call = Call(
+        hidden,
+        weight,
+        labels,
+        tp_group=tp_group,
+        sequence_parallel=sequence_parallel,
+        token_weights=token_weights,
+        vocab_start=vocab_start,
+        config=config,
+        outputs=beside,
+        differentiable=tuple(name for name in beside if by_name[name].gives),
+        terms=tuple(by_name.items()),
+        caller_error=wrong,
+    )
+    head = linear_cross_entropy(with_several_labels(call) if has_several_labels(hidden, labels) else call)
+    return dict(zip(terms, map(head.outputs.__getitem__, by_name), strict=True))
+
+
+def _internal_names(terms: Mapping[str, Term]) -> dict[str, Term]:
+    """``loss`` for the first; the name of :data:`.OUTPUTS` for what is one of them, else one that is not."""
+    of_package = {term: name for name, term in OUTPUTS.items()}
+    named: dict[str, Term] = {}
+    for name, term in terms.items():
+        known = of_package.get(term, "")
+        named["loss" if not named else known if known and known not in named else f"output {name}"] = term
+    return named
+
+
+def _wrong_terms(terms: object, config: object) -> TypeError | ValueError | None:
+    if not isinstance(terms, Mapping) or not terms:
+        return TypeError(f"terms is {terms!r:.80}; expected a dict of an output's name and its term")
+    for name, term in terms.items():
+        if not isinstance(name, str) or not isinstance(term, Term):
+            kinds = type(name).__name__, type(term).__name__
+            return TypeError(
+                f"terms has a {kinds[0]} and a {kinds[1]}; expected names and losses.Term objects"
+            )
+        if wrong := term.why_wrong():
+            return TypeError(f"the term of {name!r}, {term!r:.80}, {wrong}")
+    first = next(iter(terms.values()))
+    if not first.gives or first.per_label:
+        why = "has no gradient: its gives is empty"
+        if first.gives:
+            why = "is one number for each of several labels"
+        return ValueError(f"the first output is the loss, and {first} {why}: put it behind another")
+    if options := getattr(config, "loss_terms", ""):
+        return ValueError(
+            f"config has {options.replace(', ', ' and ')}, which are terms here: add losses.ZLoss(weight), "
+            "or (1 - share) * losses.CrossEntropy() + share * losses.Uniform()"
+        )
+    return None
