@@ -20,7 +20,7 @@ from megatron_fused_ce.adapter import (
     token_weights,
 )
 from megatron_fused_ce.adapter.deferred_logits import DeferredLogits
-from megatron_fused_ce.adapter.switch import active_config, logs_accuracy
+from megatron_fused_ce.adapter.switch import active_config, logs_accuracy, trusted
 from megatron_fused_ce.config import FusedCEConfig
 
 
@@ -79,7 +79,7 @@ def patch(module: ModuleType) -> None:
         return loss
 
     language_module.setup_embeddings_and_output_layer = setup_embeddings_and_output_layer
-    if forms.form_of(forms.LOSS, stock_loss, module.__name__).strange:
+    if not forms.is_defined_in(module, stock_loss):
         return
     consumer.learn_loss(compute_language_model_loss)
     language_module.compute_language_model_loss = compute_language_model_loss
@@ -121,6 +121,7 @@ def adopt_output_layer(model: Any, config: FusedCEConfig, log_accuracy: bool, jo
         log_accuracy=log_accuracy,
         model=kind.__name__,
     )
+    model.output_layer.fused_ce_held = forms.Held(forms.kind_of(model.config), trusted())
     setattr(model, ADOPTED, Adopted(config, log_accuracy))
     report.adopted(model, args, has_plan=not joined)
 

@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel import layers
 from torch import Tensor
 
 from megatron_fused_ce import batch_invariant
-from megatron_fused_ce.adapter import accuracy, deferred_logits, deferred_wgrad, report, stock_path
+from megatron_fused_ce.adapter import accuracy, deferred_logits, deferred_wgrad, forms, report, stock_path
 from megatron_fused_ce.adapter.consumer import model_of, name_of
 from megatron_fused_ce.adapter.deferred_logits import DeferredLogits, LossAndArgmax
 from megatron_fused_ce.adapter.main_grad import open_grad_weight_for
@@ -46,6 +46,7 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
     fused_ce_with_argmax: bool
     fused_ce_log_accuracy: bool
     fused_ce_model: str  # name of its class
+    fused_ce_held: forms.Held  # what its loss was when the model was built
     fused_ce_joined = False  # a student's with its teacher's, by ModelOpt (adapter/modelopt.py)
 
     @staticmethod
