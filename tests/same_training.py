@@ -128,10 +128,10 @@ PLANTS: dict[str, Callable[..., Any]] = {
 
 def plant(name: str, module: str, words: list[str]) -> None:
     """Run a module as __main__ with the error in what the adapter calls for a head's loss."""
-    op = importlib.import_module("megatron_fused_ce.op")
-    head, wrong = op.linear_cross_entropy, PLANTS[name]
+    of_head = importlib.import_module("megatron_fused_ce.head.autograd")
+    head, wrong = of_head.linear_cross_entropy, PLANTS[name]
     # Before the adapter's output layer takes it from there.
-    vars(op)["linear_cross_entropy"] = lambda call: wrong(head, call)
+    vars(of_head)["linear_cross_entropy"] = lambda call: wrong(head, call)
     sys.argv = [module, *words]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

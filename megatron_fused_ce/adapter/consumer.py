@@ -16,7 +16,6 @@ from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any
 
 from megatron_fused_ce.adapter import forms
-from megatron_fused_ce.adapter.switch import trusted
 
 #: Known model classes, by name, since versions have them in different modules; subclasses count.
 MODELS = ("GPTModel", "HybridModel", "MambaModel")
@@ -35,34 +34,6 @@ _losses: set[CodeType] = set()
 def learn_loss(function: Any) -> None:
     """Remember a ``compute_language_model_loss`` that takes deferred logits."""
     _losses.add(function.__code__)
-
-
-def stock_of(key: str) -> Any:
-    """What runs for a function that :mod:`.forms` looks at, under the patched loss; None if nothing does."""
-    found = forms.running(key)
-    return found.__wrapped__ if takes_deferred(found) and hasattr(found, "__wrapped__") else found
-
-
-_watched: dict[str, forms.Watched] = {}
-
-
-def watch(config: Any, watched: forms.Watched) -> None:
-    """Remember what the loss of this config was when a head was adopted; for good, once it has changed."""
-    kind = forms.kind_of(config)
-    if kind not in _watched or not _watched[kind].changed():
-        _watched[kind] = watched
-
-
-def why_changed(config: Any) -> str:
-    """Why a head of this config may have another loss by now; empty if nothing of it was replaced since."""
-    kind = forms.kind_of(config)
-    if kind not in _watched:  # a model that another process built
-        unknown, watched = forms.look_at(config, trusted(), stock_of)
-        if unknown:
-            return forms.why_not_own(unknown) or forms.in_words(unknown, "was edited")
-        _watched[kind] = watched
-    changed = _watched[kind].changed()
-    return f"{changed} was replaced or edited after the model was built" if changed else ""
 
 
 def learn(model_class: type) -> None:
@@ -98,7 +69,7 @@ def _function(found: Any) -> FunctionType | None:
 
 def is_plain_forward(forward: Any) -> bool:
     """Whether this forward of an output layer is one of Megatron's that are known, with nothing around it."""
-    return forward is forms.running(forms.FORWARD) or (
+    return forward is forms.of_layer("forward") or (
         is_megatrons(forward) and getattr(forward, "__qualname__", "") == FORWARD_WITH_LOSS
     )
 

@@ -20,7 +20,7 @@ from megatron_fused_ce.adapter import (
     token_weights,
 )
 from megatron_fused_ce.adapter.deferred_logits import DeferredLogits
-from megatron_fused_ce.adapter.switch import active_config
+from megatron_fused_ce.adapter.switch import active_config, trusted
 from megatron_fused_ce.config import FusedCEConfig
 
 #: The attribute of a model seen by the set-up below: the head's config, or None where it stays with Megatron.
@@ -69,7 +69,7 @@ def patch(module: ModuleType) -> None:
         return loss
 
     language_module.setup_embeddings_and_output_layer = setup_embeddings_and_output_layer
-    if forms.form_of(forms.LOSS, stock_loss, module.__name__).strange:
+    if not forms.is_defined_in(module, stock_loss):
         return
     consumer.learn_loss(compute_language_model_loss)
     language_module.compute_language_model_loss = compute_language_model_loss
@@ -105,6 +105,7 @@ def adopt_output_layer(model: Any, config: FusedCEConfig, joined: bool = False) 
         with_argmax=_counts_mtp_acceptance(model.config),
         model=kind.__name__,
     )
+    model.output_layer.fused_ce_held = forms.Held(forms.kind_of(model.config), trusted())
     setattr(model, ADOPTED, config)
     report.adopted(model, args, has_plan=not joined)
 

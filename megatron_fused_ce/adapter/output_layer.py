@@ -15,7 +15,7 @@ import torch
 from megatron.core.tensor_parallel import layers
 from torch import Tensor
 
-from megatron_fused_ce.adapter import deferred_logits, report, stock_path
+from megatron_fused_ce.adapter import deferred_logits, forms, report, stock_path
 from megatron_fused_ce.adapter.consumer import model_of, name_of
 from megatron_fused_ce.adapter.deferred_logits import DeferredLogits, LossAndArgmax
 from megatron_fused_ce.adapter.main_grad import open_grad_weight_for
@@ -44,6 +44,7 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
     fused_ce_sequence_parallel: bool
     fused_ce_with_argmax: bool
     fused_ce_model: str  # name of its class
+    fused_ce_held: forms.Held  # what its loss was when the model was built
     fused_ce_joined = False  # a student's with its teacher's, by ModelOpt (adapter/modelopt.py)
 
     @staticmethod

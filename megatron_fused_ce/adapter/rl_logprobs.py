@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_fused_ce.adapter import deferred_logits, forms, stock_path
 from megatron_fused_ce.adapter.deferred_logits import DeferredLogits
 from megatron_fused_ce.adapter.import_hook import replace_everywhere
+from megatron_fused_ce.adapter.switch import trusted
 
 
 def patch(module: Any) -> None:
@@ -38,17 +39,15 @@ def patch(module: Any) -> None:
             return made[0]
         return stock_log_softmax(deferred_logits.real(logits), index)
 
-    form = forms.form_of(forms.LOG_SOFTMAX, stock_log_softmax, module.__name__)
-    verdict: list[str] = []  # once there is a head
+    verdict: list[tuple[forms.Held, str]] = []  # once there is a head
 
     def why_unknown(model: Any) -> str:
         if not verdict and (head := _head_of(model)) is not None:
-            verdict.append(stock_path.why_unknown_log_softmax(form, stock_log_softmax, head))
-        if module.selective_log_softmax is not selective_log_softmax:
-            return f"{forms.where(module.selective_log_softmax)} stands in the place of selective_log_softmax"
-        return verdict[0] if verdict else ""
+            held = forms.Held("log_softmax", trusted())
+            verdict.append((held, stock_path.reason_for_log_softmax(held, head)))
+        return next((reason or held.changed() for held, reason in verdict), "")
 
-    if not form.strange:  # a user's stays as it is
+    if forms.is_defined_in(module, stock_log_softmax):  # a user's stays as it is
         module.selective_log_softmax = selective_log_softmax
     replace_everywhere(module, "get_logprobs", get_logprobs)
 

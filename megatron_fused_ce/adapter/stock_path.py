@@ -18,14 +18,12 @@ from megatron_fused_ce.adapter import (
     consumer,
     deferred_logits,
     forms,
-    layout,
-    report,
     token_weights,
 )
 from megatron_fused_ce.adapter.consumer import MODELS, name_of
 from megatron_fused_ce.adapter.switch import trusted
 from megatron_fused_ce.config import FusedCEConfig
-from megatron_fused_ce.ranks.collectives import InStep
+from megatron_fused_ce.ranks.collectives import same_on_all_ranks
 
 #: Attributes of Megatron's output layer that this package reads.
 LAYER_ATTRIBUTES = (
@@ -51,42 +49,18 @@ def reason_at_build(model: Any, megatron_args: Any, joined: bool = False) -> str
     Args:
         joined: ModelOpt has joined it with its teacher or student, in a way that is known.
 
-    Collectives: none with a released Megatron that is known; else all ranks of the head's group decide alike
-    (:class:`.parallel.InStep`), if need be after one :mod:`.trial`.
+    Collectives: one all-reduce over the head's group, whose ranks decide alike.
     """
-    reason = _reason_at_build(model, megatron_args, joined)
-    if reason is not None and forms.is_released(layout.core_version()):
+    held = forms.Held(forms.kind_of(model.config), trusted())
+    reason = _reason_at_build(model, megatron_args, joined) or held.why_unknown
+    return _of_all_ranks(reason, held, getattr(model.output_layer, "tp_group", None)) or None
+
+
+def _of_all_ranks(reason: str, held: forms.Held, group: Any) -> str:
+    """``reason``, or one where other ranks of the group have another one, or other code."""
+    if same_on_all_ranks(f"{not reason} {held.digests}", group):
         return reason
-    unknown, watched = forms.look_at(model.config, trusted(), consumer.stock_of)
-    reason = _why_unknown_code(model, unknown, reason)
-    if reason is None:
-        consumer.watch(model.config, watched)
-    return reason
-
-
-def _why_unknown_code(model: Any, unknown: list[forms.Form], reason: str | None) -> str | None:
-    """``reason``, or why functions without a known form are not taken for known ones."""
-    version = layout.core_version()
-    reason = reason or forms.why_not_own(unknown) or None
-    if forms.is_released(version):
-        return reason or (
-            forms.in_words(unknown, f"of megatron-core {version} was edited") if unknown else None
-        )
-    group = getattr(model.output_layer, "tp_group", None)
-    in_step = InStep(group)
-    if not in_step.agree(0 if reason else 1 + bool(unknown)):
-        return reason or "it is not the same code on all ranks of its tensor-parallel group"
-    if reason or not unknown:
-        return reason
-    from megatron_fused_ce.adapter import trial
-
-    why = trial.why_not_equal(unknown, consumer.stock_of(forms.LOSS), model, in_step)
-    newer = f"of megatron-core {version} is newer than this package knows, "
-    if why:
-        return forms.in_words(unknown, newer + f"and not taken for the same ({why})")
-    names = ", ".join(form.name for form in unknown)
-    report.say_once(0 if group is None else group.rank(), f"{names} {newer}equal on a trial")
-    return None
+    return reason or "it is not the same code on all ranks of its tensor-parallel group"
 
 
 def _reason_at_build(model: Any, megatron_args: Any, joined: bool) -> str | None:
@@ -266,28 +240,12 @@ def reason_for_log_probs(model: Any) -> str:
     return ""
 
 
-def why_unknown_log_softmax(form: forms.Form, function: Any, layer: Any) -> str:
+def reason_for_log_softmax(held: forms.Held, layer: Any) -> str:
     """Why ``selective_log_softmax`` needs the logits of this head; empty if its code is known.
 
-    Collectives: none with a released Megatron that is known; else as :func:`reason_at_build`.
+    Collectives: one all-reduce over the head's group, whose ranks decide alike.
     """
-    version = layout.core_version()
-    known = forms.is_known(form, trusted())
-    if forms.is_released(version) and not (known or form.strange):
-        return forms.in_words([form], f"of megatron-core {version} was edited")
-    alike = forms.is_released(version) or InStep(layer.tp_group).agree(2 if form.strange else known)
-    if not alike:
-        return f"{form.name} is not the same code on all ranks of its tensor-parallel group"
-    if known or form.strange:
-        return forms.why_not_own([form])
-    from megatron_fused_ce.adapter import trial
-
-    why = trial.why_no_log_softmax(form, function, layer.tp_group)
-    newer = f"of megatron-core {version} is newer than this package knows, "
-    if why:
-        return forms.in_words([form], newer + f"and not taken for the same ({why})")
-    report.say_once(layer.tp_group.rank(), f"{form.name} {newer}equal on a trial")
-    return ""
+    return _of_all_ranks(held.why_unknown, held, layer.tp_group)
 
 
 def reason_at_call(
@@ -333,11 +291,11 @@ def reason_at_call(
     if len(weight) != rows and not deferred_logits.is_fsdp(weight):
         return f"its weight has {len(weight)} rows, and its layer was built for {rows}"
     product = layer._forward_impl
-    if type(product) is not MethodType or product.__func__ is not forms.running(forms.PRODUCT):
+    if type(product) is not MethodType or product.__func__ is not forms.of_layer("_forward_impl"):
         return f"{name_of(product)} stands in the place of one of Megatron's functions"
     if not consumer.is_megatrons(layer.stock_forward):
         return f"{name_of(layer.stock_forward)} stands in the place of one of Megatron's functions"
-    changed = consumer.why_changed(consumer.model_of(caller).config) or _why_called_otherwise(layer)
+    changed = _why_changed(layer, consumer.model_of(caller).config) or _why_called_otherwise(layer)
     if changed:
         return changed
     hooked = _why_hooked(layer) or _why_trained_by_a_hook(layer, hidden, weight)
@@ -346,6 +304,14 @@ def reason_at_call(
     if _config_logger_on(getattr(layer, "config", None)):
         return "the config logger writes the logits to disk"
     return None
+
+
+def _why_changed(layer: Any, config: Any) -> str:
+    """Why a call of the head may have another loss than when its model was built; empty if it has not."""
+    held: forms.Held = layer.fused_ce_held
+    if held.of != forms.kind_of(config):
+        return "its config names another loss than when the model was built"
+    return held.why_unknown or held.changed()
 
 
 #: How torch calls a module, which some tools replace: its own functions, None for those replaced before this

@@ -9,7 +9,7 @@ Where masked tokens are to be skipped, their number sets out for the host as soo
 the device still has the whole model before it (:mod:`megatron_fused_ce.masked_tokens`).
 
 What is found is a promise by whoever wrote the loss function. The backward verifies it
-(:mod:`megatron_fused_ce.promise`).
+(:mod:`megatron_fused_ce.head.promise`).
 """
 
 from __future__ import annotations

@@ -28,12 +28,10 @@ from megatron_fused_ce.head.tokens import Kept
 from megatron_fused_ce.kernels.records import NOT_HERE, Merged
 from megatron_fused_ce.logits import ChunkTargets, LogitsGrad, OrderedTargets, Scores, rows_torch
 from megatron_fused_ce.logits.gemm_rows import GemmThenRows
-from megatron_fused_ce.losses.statistics import TokenTerms, Upstream
+from megatron_fused_ce.losses.statistics import EMPTY, NO_COLUMN, TokenTerms, Upstream
 from megatron_fused_ce.losses.terms import Rows
 from megatron_fused_ce.planner.chunks import Chunk
 
-#: In place of a column: an empty entry among several labels, and an id of another shard or of none.
-EMPTY, NO_COLUMN = -1, -2
 #: In place of a label's logit of -inf, which stands for a label that no shard has.
 LOWEST_FINITE = torch.finfo(torch.float32).min
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_fused_ce.kernels.records import NOT_HERE, ExtraStatistics, Merged
-from megatron_fused_ce.logits.label_set import EMPTY
-from megatron_fused_ce.losses.statistics import TokenTerms
+from megatron_fused_ce.losses.statistics import EMPTY, TokenTerms
 from megatron_fused_ce.losses.terms import Coefficient, Pull, Rows, Term
 
 #: Tokens and classes of the rows that a term is tried on.

@@ -38,6 +38,9 @@ from megatron_fused_ce.kernels.records import (
     Merged,
 )
 
+#: In place of a column: an empty entry among several labels, and an id of another shard or of none.
+EMPTY, NO_COLUMN = -1, -2
+
 
 class Upstream(NamedTuple):
     """Upstream gradients, fp32, of all tokens ``[parts, n]`` or of a chunk ``[C]``; ``[K, ...]`` of outputs

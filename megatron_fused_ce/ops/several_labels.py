@@ -15,8 +15,9 @@ from megatron_fused_ce.head.spec import CallSpec
 from megatron_fused_ce.head.targets import columns_of, labels_first
 from megatron_fused_ce.logits import LogitsBackend
 from megatron_fused_ce.logits.gemm_rows import GemmThenRows
-from megatron_fused_ce.logits.label_set import EMPTY, NO_COLUMN, LabelSet, LabelSetRows
+from megatron_fused_ce.logits.label_set import LabelSet, LabelSetRows
 from megatron_fused_ce.losses.label import CROSS_ENTROPY, SoftTargets
+from megatron_fused_ce.losses.statistics import EMPTY, NO_COLUMN
 from megatron_fused_ce.losses.terms import Term
 from megatron_fused_ce.ranks.collectives import raise_if_any
 

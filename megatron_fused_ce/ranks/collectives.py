@@ -10,7 +10,7 @@ collective is left running when a forward or a backward returns, so other users 
 
 from __future__ import annotations
 
-import zlib
+import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -367,6 +367,18 @@ def largest_over_ranks(value: Tensor, group: dist.ProcessGroup | None) -> Tensor
     return value
 
 
+def same_on_all_ranks(words: str, group: dist.ProcessGroup | None) -> bool:
+    """Whether all ranks say the same. The host waits.
+
+    Collectives: one MAX all-reduce of two int64 (R > 1).
+    """
+    if group is None or group.size() == 1:
+        return True
+    number = int.from_bytes(hashlib.blake2b(words.encode(), digest_size=7).digest())
+    said = torch.tensor([number, -number], device=collective_device(group))
+    return largest_over_ranks(said.clone(), group).equal(said)
+
+
 def raise_if_any(wrong: Tensor, words: str, group: dist.ProcessGroup | None) -> None:
     """Raise on every rank where ``wrong`` (bool ``[]``) holds on one of them. The host waits.
 
@@ -389,79 +401,3 @@ def collective_device(group: dist.ProcessGroup) -> torch.device:
     if "nccl" in dist.get_backend(group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
-
-
-class RanksParted(RuntimeError):
-    """Another rank failed, or came to an end, where this one goes on."""
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [x for x in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(x, Tensor)]
-
-
-class InStep:
-    """Steps that all ranks of a group go through together or give up together, whatever fails on one.
-
-    For code that is not this package's, and not on the path of a training step: the host waits.
-
-    Collectives: before each of ``torch.distributed`` within a step, at its end and for :meth:`agree`, one MAX
-    all-reduce of two int64 (R > 1). A rank at another point than the others (its end, another collective,
-    other shapes), or with another answer, is told there, and so are they.
-    """
-
-    _DONE, _FAILED, _GOES_ON = 1, 2, 3
-    _GUARDED = (
-        *("all_reduce", "reduce", "broadcast", "barrier", "all_gather", "all_gather_into_tensor"),
-        *("reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single"),
-    )
-
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        alone = group is None or group.size() == 1
-        self._group = None if alone else group
-        self._all_reduce = dist.all_reduce  # not a guarded one
-        self._parted = False
-
-    def agree(self, answer: int) -> bool:
-        """Whether all ranks are here with the same answer."""
-        if self._group is not None and not self._parted:
-            most = torch.tensor([answer, -answer], device=collective_device(self._group))
-            self._all_reduce(most, op=dist.ReduceOp.MAX, group=self._group)
-            self._parted = most.tolist() != [answer, -answer]
-        return not self._parted
-
-    def run(self, step: Callable[[], None]) -> Exception | None:
-        """Run ``step`` on all ranks. None if it ended on all of them; else an error, on all of them."""
-        failed: Exception | None = None
-        try:
-            with self._guarded():
-                step()
-        except Exception as error:
-            failed = error
-        if self.agree(self._FAILED if failed else self._DONE):
-            return failed
-        return failed or RanksParted("it failed on another rank")
-
-    @contextmanager
-    def _guarded(self) -> Iterator[None]:
-        if self._group is None:
-            yield
-            return
-        stock = {name: getattr(dist, name) for name in self._GUARDED}
-
-        def guard(collective: Callable[..., Any]) -> Callable[..., Any]:
-            def guarded(*args: Any, **kwargs: Any) -> Any:
-                tensors = [x for value in (*args, *kwargs.values()) for x in _tensors(value)]
-                call = f"{collective.__name__} {[(x.dtype, x.shape) for x in tensors]}"
-                if not self.agree(self._GOES_ON + zlib.crc32(call.encode())):
-                    raise RanksParted("it failed on another rank")
-                return collective(*args, **kwargs)
-
-            return guarded
-
-        for name, collective in stock.items():
-            setattr(dist, name, guard(collective))
-        try:
-            yield
-        finally:
-            for name, collective in stock.items():
-                setattr(dist, name, collective)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import sys
 import types
 from pathlib import Path
 
@@ -12,10 +11,6 @@ import pytest
 import torch
 
 from megatron_fused_ce.adapter import forms
-from megatron_fused_ce.scripts.dev import known_forms
-from megatron_fused_ce.scripts.lib import launches
-from tests.support.checkouts import on_checkouts
-from tests.support.known_forms import table_until
 
 SNIPPET = '''
 @decorated(1, by="x")
@@ -81,24 +76,6 @@ def test_what_a_digest_sees(old, new, same):
     assert (changed == forms.digest(function(SNIPPET))) == same
 
 
-def test_names_that_a_function_reads():
-    text = """
-def f(self, logits: Annotated, scale=default):
-    "words"
-    from somewhere import imported as own
-    total = self.config.weight * logits
-    if hasattr(self, "flag") and self.cuda_graph_impl and get_pg_rank(self.tp_group):
-        total = own(total, key=scale)
-    return total
-"""
-    assert forms.read_names(function(text)) == {
-        *("default", "imported", "config", "weight", "hasattr", "flag")
-    }
-
-
-KEY = f"{__name__}:plain"
-
-
 def plain(x, y=2, *, z=None):
     return x
 
@@ -123,62 +100,66 @@ def without_source():
 
 
 @pytest.mark.parametrize(
-    ("found", "words"),
+    ("found", "known", "has_digest"),
     [
-        (lambda: plain, ""),
-        (lambda: types.MethodType(plain, object()), ""),
-        (lambda: decorator(plain), "stands in its place"),
-        (lambda: functools.partial(plain), "stands in its place"),
-        (lambda: functools.wraps(plain)(rebuilt()), "stands in its place"),
-        (lambda: rebuilt(globals={"__name__": "elsewhere"}), "stands in its place"),
-        (lambda: torch.no_grad()(plain), "wrapped by torch's"),
-        (lambda: rebuilt(argdefs=(3,)), "its defaults were changed"),
-        (lambda: rebuilt(argdefs=(2, 3)), "its defaults were changed"),
-        (without_source, "its source cannot be read"),
+        (lambda: plain, True, True),
+        (lambda: types.MethodType(plain, object()), False, False),
+        (lambda: decorator(plain), False, False),
+        (lambda: functools.partial(plain), False, False),
+        (lambda: functools.wraps(plain)(rebuilt()), True, True),
+        (lambda: rebuilt(globals={"__name__": "elsewhere"}), False, True),
+        (lambda: function, False, True),
+        (lambda: torch.no_grad()(plain), False, False),
+        (lambda: custom_fwd(plain), False, False),
+        (lambda: torch.compile(plain), False, False),
+        (lambda: rebuilt(argdefs=(3,)), False, False),
+        (lambda: rebuilt(argdefs=(2, 3)), False, False),
+        (lambda: rebuilt(argdefs=(2.0,)), False, False),
+        (without_source, False, False),
     ],
 )
-def test_what_is_megatrons_own(found, words):
-    form = forms.form_of(KEY, found())
-    assert words in form.strange and bool(words) == bool(form.strange)
-    assert bool(form.digest) == (not words)
+def test_what_is_megatrons_own(found, known, has_digest):
+    digest, own = forms._source_of(found(), __name__, "plain")
+    assert (own, bool(digest)) == (known, has_digest)
 
 
-def test_functions_of_torch_that_megatron_wraps_itself():
-    form = forms.form_of(f"{__name__}:custom", custom)
-    assert not form.strange and form.digest
+def test_a_copy_of_a_file_is_another(tmp_path):
+    copied = tmp_path / "copied.py"
+    copied.write_bytes(Path(__file__).read_bytes())
+    of_copy = rebuilt(code=plain.__code__.replace(co_filename=str(copied)))
+    digest, own = forms._source_of(of_copy, __name__, "plain")
+    assert not own and digest == forms._source_of(plain, __name__, "plain")[0]
 
 
-@torch.no_grad()
+custom_fwd = functools.partial(torch.amp.custom_fwd, device_type="cuda")
+jit_fuser = torch.compile
+
+
+@custom_fwd
 def custom(x):
     return x
 
 
+@jit_fuser
+def jitted(x):
+    return x
+
+
+@pytest.mark.parametrize("name", ["custom", "jitted"])
+def test_decorators_of_megatrons_are_seen_through(name):
+    """As many as there are in the source, and nothing that only says what it wraps."""
+    found = globals()[name]
+    assert forms._source_of(found, __name__, name)[1]
+    inner = getattr(found, "__wrapped__", found)  # of torch.compile, where it is off, none
+    assert forms._source_of(inner, __name__, name)[1]
+    assert not forms._source_of(custom_fwd(jit_fuser(found)), __name__, name)[1]
+    lies = custom_fwd(plain)
+    lies.__wrapped__ = inner
+    assert not forms._source_of(lies, __name__, name)[1]
+
+
 def test_the_table_has_the_installed_core():
     pytest.importorskip("megatron.core.models.gpt.gpt_model")
-    from megatron_fused_ce.adapter import consumer
-
-    for impl in ("", "native", "te"):
-        config = types.SimpleNamespace(cross_entropy_loss_fusion=bool(impl), cross_entropy_fusion_impl=impl)
-        unknown, watched = forms.look_at(config, frozenset(), consumer.stock_of)
-        assert unknown == [] and not watched.changed()
-    assert not forms.is_released("0.20.0") and forms.is_released("0.16.1+abc1234")
-    assert sys.modules[forms.LANGUAGE_MODULE]
-
-
-#: The last release before each that launches are tried with.
-BEFORE = {(0, 16): "0.15.3", (0, 17): "0.16.1", (0, 18): "0.17.1", (0, 19): "0.18.2", (0, 20): "0.19.1"}
-
-
-@on_checkouts
-def test_a_release_reads_no_new_names(checkout):
-    """Or a trial would be refused, and a new Megatron switch the plugin off: no name is new to the table of
-    the release before. The trials themselves: tests/parallel/test_known_forms.py."""
-    version = launches.Checkout.at(checkout).version
-    if version not in BEFORE:
-        pytest.skip("the table begins with it, or ends before it")
-    for module, names in forms.LOOKED_AT.items():
-        source = (Path(checkout) / f"{module.replace('.', '/')}.py").read_text()
-        with table_until(BEFORE[version]):
-            for name, node in known_forms.functions(source, names):
-                form = forms.Form(f"{module}:{name}", "", "", frozenset(forms.read_names(node)))
-                assert not forms.new_names(form), name
+    for of in ("", "native", "te"):
+        held = forms.Held(of, frozenset())
+        assert held.digests and held.why_unknown == held.changed() == ""

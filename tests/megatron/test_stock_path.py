@@ -15,7 +15,7 @@ import megatron.core.models.common.language_module.language_module  # noqa: F401
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
 from megatron_fused_ce import FusedCEConfig
-from megatron_fused_ce.adapter import arguments, consumer, language_module, report, stock_path
+from megatron_fused_ce.adapter import arguments, consumer, forms, language_module, report, stock_path
 
 LAYER = {
     **dict.fromkeys(stock_path.LAYER_ATTRIBUTES, 1),
@@ -60,6 +60,7 @@ OF_LAYER = {
 class Layer(types.SimpleNamespace):
     _call_impl = torch.nn.Module._call_impl
     _wrapped_call_impl = torch.nn.Module._wrapped_call_impl
+    fused_ce_held = property(lambda _: forms.Held("", frozenset()))
 
 
 GPTModel._postprocess = in_megatron(GPTModel._postprocess)
@@ -286,7 +287,7 @@ def test_gathered_logits_look_as_megatrons():
     layer = model.output_layer
     layer.__class__ = output_layer.ColumnParallelLinear
     layer.sequence_parallel = layer.fused_ce_sequence_parallel = True
-    layer.fused_ce_config = FusedCEConfig()
+    layer.fused_ce_config, layer.fused_ce_held = FusedCEConfig(), forms.Held("", frozenset())
     layer.weight = torch.nn.Parameter(torch.zeros(5, 4))
     layer.tp_group = types.SimpleNamespace(size=lambda: 2)
     layer.output_size, layer.output_size_per_partition = 10, 5

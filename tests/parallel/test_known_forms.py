@@ -5,124 +5,32 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import importlib
 import importlib.util
 import inspect
+import os
 import sys
 import textwrap
 import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from tests.support import megatron, rl_utils
-from tests.support.known_forms import table_until
 from tests.support.megatron import INSTALLED, NEWEST, Model, build, core_version, flag, have_groups, of_core
 from tests.support.ranks import Rank, on_ranks
 
 CORES = [of_core(2, NEWEST), of_core(2, INSTALLED)]
-#: What losses of users do before Megatron's loss ``[b, s]``, and after it.
-LOSSES = {
-    "z-loss": ("z = logits.clone().float().logsumexp(-1).t()", "loss = loss + 1e-2 * z * z"),
-    "only logs": ("", "self.__dict__.setdefault('logged', []).append(loss.detach())"),
-    "an autograd function": (
-        """class Halved(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, x):
-                return x * 0.5
-
-            @staticmethod
-            def backward(ctx, grad):
-                return grad * 0.25
-
-        logits = Halved.apply(logits)""",
-        "",
-    ),
-}
-OWN = """
-import torch
-
-def holder(stock):
-    def compute_language_model_loss(self, labels, logits):
-        {before}
-        loss = stock(self, labels, logits)
-        {after}
-        return loss
-    return compute_language_model_loss
-"""
-
-
-def own_folder(rank: Rank, shared: Path) -> Path:
-    folder = shared / str(rank.rank)
-    folder.mkdir()
-    return folder
-
-
-def own_loss(name: str, stock: Any, folder: Path) -> Any:
-    """A function of a user's own file."""
-    before, after = LOSSES[name]
-    file = folder / "own_loss.py"
-    file.write_text(OWN.format(before=before, after=after))
-    return imported(file).holder(stock)
-
-
-def imported(file: Path, package: str = "") -> types.ModuleType:
-    spec = importlib.util.spec_from_file_location(f"{package}{file.stem}", file)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def edited(before: str, after: str, folder: Path) -> Any:
-    """Megatron's, with an edit in a copy of its own file."""
-    from megatron_fused_ce.adapter import forms
-
-    lines = {
-        "labels = labels.transpose(0, 1).contiguous()": before,
-        "loss = loss.transpose(0, 1).contiguous()": after,
-    }
-    return edited_in(forms.LANGUAGE_MODULE, "LanguageModule.compute_language_model_loss", lines, folder)
-
-
-def edited_in(name: str, function: str, lines: dict[str, str], folder: Path) -> Any:
-    """A method of a module of Megatron's, from a copy of its file with more behind some lines."""
-    module = sys.modules[name]
-    source = Path(module.__file__).read_text()
-    for line, more in lines.items():
-        assert source.count(f"        {line}\n") == 1
-        source = source.replace(f"        {line}\n", f"        {line}\n        {more or 'pass'}\n")
-    file = folder / "edited.py"
-    file.write_text(source)
-    found: Any = imported(file, f"{module.__package__}.")
-    for part in function.split("."):
-        found = getattr(found, part)
-    return types.FunctionType(found.__code__, vars(module), None, found.__defaults__)
-
-
-@contextlib.contextmanager
-def before_enable(loss: Any = None) -> Iterator[Any]:
-    """Megatron's class as imported, with ``loss(stock)`` in it; patched when the flag is turned on next."""
-    import megatron_fused_ce
-    from megatron_fused_ce.adapter import forms, import_hook
-
-    megatron_fused_ce.enable()
-    megatron_fused_ce.disable()
-    module = sys.modules[forms.LANGUAGE_MODULE]
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("setup_embeddings_and_output_layer", "compute_language_model_loss"):
-            found = vars(module.LanguageModule)[name]
-            patch.setattr(module.LanguageModule, name, getattr(found, "__wrapped__", found))
-        patch.delattr(module, import_hook._MARK)
-        stock = module.LanguageModule.compute_language_model_loss
-        if loss is not None:
-            patch.setattr(module.LanguageModule, "compute_language_model_loss", loss(stock))
-        yield stock
+UNKNOWN, LATER = "this package does not know it as Megatron's own", "edited after the model was built"
 
 
 def step(rank: Rank, built: Any) -> dict[str, torch.Tensor]:
     """The loss of one micro-batch, and every gradient."""
+    built.zero_grad()
     batch = megatron.draw(rank)
     losses = megatron.losses_of(built, batch, rank)
     loss = (losses * batch.mask).sum() / batch.mask.sum()
@@ -150,19 +58,80 @@ def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor],
         assert error <= bound * value.double().norm(), f"{name}: {error}"
 
 
+def trusted(rank: Rank, said: str, model: Model | None = None) -> Any:
+    """The step once the flag has the digest that rank 0 said; another one does nothing."""
+    digest = [said.split("--fused-ce-trust ")[1].split()[0] if not rank.rank else None]
+    torch.distributed.broadcast_object_list(digest, src=0)
+    assert run(rank, True, model=model, trust=["0" * 16])[1] == (0, 0)
+    made, seen, said = run(rank, True, model=model, trust=digest)
+    assert seen == (1, 0), said
+    return made
+
+
+# --- a loss in the model's place --------------------------------------------------------------------
+
+OWN = """
+def z_loss(stock):
+    def compute_language_model_loss(self, labels, logits):
+        z = logits.clone().float().logsumexp(-1).t()
+        return stock(self, labels, logits) + 1e-2 * z * z
+    return compute_language_model_loss
+"""
+
+
+def imported(file: Path, package: str = "") -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location(f"{package}{file.stem}", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def edited(stock: Any, folder: Path, line: str, more: str) -> Any:
+    """A function of Megatron's, from a copy of its file with more behind a line."""
+    module = sys.modules[stock.__module__]
+    source = Path(module.__file__).read_text()
+    assert source.count(f"        {line}\n") == 1
+    file = folder / f"edited{torch.distributed.get_rank()}.py"
+    file.write_text(source.replace(f"        {line}\n", f"        {line}\n        {more}\n"))
+    found: Any = imported(file, f"{module.__package__}.")
+    for part in stock.__qualname__.split("."):
+        found = getattr(found, part)
+    return types.FunctionType(found.__code__, vars(module), None, found.__defaults__)
+
+
+@contextlib.contextmanager
+def before_enable(loss: Any = None) -> Iterator[Any]:
+    """Megatron's class as imported, with ``loss(stock)`` in it; patched when the flag is turned on next."""
+    import megatron_fused_ce
+    from megatron_fused_ce.adapter import forms, import_hook
+
+    megatron_fused_ce.enable()
+    megatron_fused_ce.disable()
+    module = sys.modules[forms.LANGUAGE_MODULE]
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("setup_embeddings_and_output_layer", "compute_language_model_loss"):
+            found = vars(module.LanguageModule)[name]
+            patch.setattr(module.LanguageModule, name, getattr(found, "__wrapped__", found))
+        patch.delattr(module, import_hook._MARK)
+        stock = module.LanguageModule.compute_language_model_loss
+        if loss is not None:
+            patch.setattr(module.LanguageModule, "compute_language_model_loss", loss(stock))
+        yield stock
+
+
 @on_ranks(*CORES)
 @pytest.mark.parametrize("place", ["before enable()", "after enable()", "an instance", "a fork's source"])
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_of_the_users_own(rank: Rank, name, place, tmp_path):
+def test_a_loss_of_the_users_own(rank: Rank, place, tmp_path):
     have_groups(rank.size)
-    folder = own_folder(rank, tmp_path)
-    make = functools.partial(own_loss, name, folder=folder)
-    words = ["has a loss of its own", "own_loss.py", "remove it to have", "has no effect on this head"]
+    file = tmp_path / f"own_loss{rank.rank}.py"
+    file.write_text(OWN)
+    make: Any = imported(file).z_loss
+    words = ["has a loss of its own", "own_loss", "remove it to have", "has no effect on this head"]
     change: Any = None
     if place == "a fork's source":
-        make = lambda stock: edited(*LOSSES[name], folder)  # noqa: E731
-        newer = core_version() == (0, 19)
-        words = ["is newer than this package knows, and not taken" if newer else "was edited"]
+        line, more = "loss = loss.transpose(0, 1).contiguous()", "loss = loss * 1.01"
+        make = functools.partial(edited, folder=tmp_path, line=line, more=more)
+        words = ["edited0.py), digest ", f"{UNKNOWN}. --fused-ce-trust"]
     elif place == "an instance":
         words = ["the loss of this call is"]
     early = place in ("before enable()", "a fork's source")
@@ -182,22 +151,20 @@ def test_a_loss_of_the_users_own(rank: Rank, name, place, tmp_path):
         assert_same(on, off)
         assert seen == (0, 0)
         assert rank.rank or all(part in said for part in (*words, "Megatron's own path")), said
-        if place == "a fork's source" and name == "z-loss":
-            trust_it(rank, said, off)
+        if place == "a fork's source":
+            fused = trusted(rank, said)
+            assert (fused["loss"] - off["loss"]).abs() > 1e-3, "the edit is gone, as the user said"
 
 
-def trust_it(rank: Rank, said: str, off: Any) -> None:
-    """By its digest, and by no other, the head stands in for an edited function."""
-    digest = [said.split("--fused-ce-trust ")[1].split()[0] if not rank.rank else None]
-    torch.distributed.broadcast_object_list(digest, src=0)
-    _, seen, _ = run(rank, True, trust=["0" * 16])
-    assert seen == (0, 0)
-    fused, seen, _ = run(rank, True, trust=digest)
-    assert seen == (1, 0)
-    assert (fused["loss"] - off["loss"]).abs() > 1e-3, "the z-loss is gone, as the user said"
+# --- stand-ins, wherever the loss reads them --------------------------------------------------------
 
 
-# --- what the loss reads, wherever it was put ------------------------------------------------------
+def doubled(stock: Any) -> Any:
+    def twice(*given: Any, **named: Any) -> Any:
+        made = stock(*given, **named)
+        return tuple(2 * part for part in made) if isinstance(made, tuple) else 2 * made
+
+    return twice
 
 
 class Around:
@@ -216,7 +183,7 @@ class Around:
         return hash(self.inner)
 
     def __call__(self, *given: Any, **named: Any) -> Any:
-        return 2 * self.inner(*given, **named)
+        return doubled(self.inner)(*given, **named)
 
 
 class Space:
@@ -230,6 +197,19 @@ class Space:
         return getattr(self.inner, name)
 
 
+class Summed(torch.autograd.Function):
+    """A loss without labels."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, *others: Any) -> torch.Tensor:
+        ctx.shape, ctx.others = logits.shape, len(others)
+        return logits.float().logsumexp(-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return (0.25 * grad[..., None].expand(ctx.shape), *[None] * ctx.others)
+
+
 class DoubledStep:
     @staticmethod
     def calculate_cross_entropy_loss(exp_logits, predicted_logits, sum_exp_logits):
@@ -237,33 +217,41 @@ class DoubledStep:
         return exp_logits.div_(sum_exp_logits.unsqueeze(dim=-1)), loss
 
 
-def at_its_place(modules: Any) -> Any:
+def scripted(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return logits.float().logsumexp(-1) + 0.0 * labels
+
+
+def scripted_step(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return 2.0 * logits.float(), 2.0 * logits.float().amax(-1)
+
+
+def from_module(name: str) -> Any:
+    """A function of a module that has a name of Megatron's, or of a library that Megatron calls."""
+
+    def make(stock: Any) -> Any:
+        module = sys.modules[name] = types.ModuleType(name)
+        exec("def loss(*given, **named): return 2 * stock(*given, **named)", vars(module))  # noqa: S102
+        module.stock = stock  # type: ignore[attr-defined]
+        return module.loss  # type: ignore[attr-defined]
+
+    return make
+
+
+def at_its_place(stock: Any) -> Any:
     """A step with the file, the line and the names of Megatron's, and another body."""
-    code = modules.in_parts.VocabParallelCrossEntropy.calculate_cross_entropy_loss.__code__
+    code = stock.__code__
     text = textwrap.dedent(inspect.getsource(DoubledStep).partition("\n")[2])
     compiled = compile("\n" * (code.co_firstlineno - 1) + text, code.co_filename, "exec")
     made: dict[str, Any] = {}
-    exec(compiled, vars(modules.in_parts), made)  # noqa: S102
-    return made["calculate_cross_entropy_loss"]
+    exec(compiled, stock.__globals__, made)  # noqa: S102
+    return made["calculate_cross_entropy_loss"].__func__
 
 
-def in_another_file(modules: Any) -> Any:
-    """What a fork's package imports in the place of Megatron's loss, from a file of the core's own."""
-    module = types.ModuleType(f"{modules.parallel.__name__}.own_cross_entropy")
-    sys.modules[module.__name__] = module
-    vars(module)["stock"] = modules.in_parts.vocab_parallel_cross_entropy
-    exec("def vocab_parallel_cross_entropy(*given, **named): return 2 * stock(*given, **named)", vars(module))  # noqa: S102
-    return module.vocab_parallel_cross_entropy  # type: ignore[attr-defined]
-
-
-def in_te(modules: Any) -> Any:
-    """A user's, where there is no Transformer Engine."""
-    stock = modules.in_parts.vocab_parallel_cross_entropy
-    return lambda logits, labels, *_: 2 * stock(logits.float(), labels)
-
-
-def doubled(stock: Any) -> Any:
-    return lambda *given, **named: 2 * stock(*given, **named)
+def of_torchs(stock: Any) -> Any:
+    """torch's wrapper of a user's function, which says that it wraps Megatron's."""
+    made = torch.amp.custom_fwd(doubled(stock.__wrapped__), device_type="cuda")
+    made.__wrapped__ = stock.__wrapped__
+    return made
 
 
 def doubled_heads(call: Any) -> Any:
@@ -274,97 +262,132 @@ def doubled_heads(call: Any) -> Any:
     return __call__
 
 
-def modules_of_the_loss() -> Any:
-    from megatron.core import tensor_parallel
-    from megatron.core.fusions import fused_cross_entropy
-    from megatron.core.models.common.language_module import language_module
-    from megatron.core.models.gpt import gpt_model
-
-    return types.SimpleNamespace(
-        parallel=tensor_parallel, in_parts=tensor_parallel.cross_entropy, layers=tensor_parallel.layers,
-        native=fused_cross_entropy, loss=language_module, parts=tensor_parallel.utils,
-        gpt=gpt_model,
-    )  # fmt: skip
-
-
-NATIVE = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "native"}
-TE = {**NATIVE, "cross_entropy_fusion_impl": "te"}
-#: What users put where the loss or the layer reads it: config; who owns the name; the name; what comes there.
-READ: dict[str, tuple[dict[str, str], Any, str, Any]] = {
-    "a proxy": ({}, lambda m: m.parallel, "vocab_parallel_cross_entropy", Around),
-    "a fork's file": ({}, lambda m: m.parallel, "vocab_parallel_cross_entropy", in_another_file),
+LANGUAGE = "megatron.core.models.common.language_module.language_module"
+PARALLEL, NATIVE = "megatron.core.tensor_parallel", "megatron.core.fusions.fused_cross_entropy"
+LOSS, PARTS = f"{PARALLEL}:vocab_parallel_cross_entropy", f"{PARALLEL}.cross_entropy"
+FUNCTION, STEP = f"{PARTS}:_VocabParallelCrossEntropy", f"{PARTS}:VocabParallelCrossEntropy"
+A_STEP = f"{STEP}.calculate_cross_entropy_loss"
+LAYERS, PRODUCT = f"{PARALLEL}.layers", f"{PARALLEL}.layers:linear_with_grad_accumulation_and_async_allreduce"
+NATIVES = f"{LANGUAGE}:fused_vocab_parallel_cross_entropy"
+#: Later the loss is called by keywords.
+OLD: dict[str, Any] = {"until": (0, 18)}
+#: Where users put something, what they make of Megatron's, and when it is called: with which loss, number of
+#: ranks (both for 0) and versions.
+STAND_INS: dict[str, Any] = {
+    "a partial": (LOSS, lambda stock: functools.partial(stock, label_smoothing=0.1)),
+    "apply": (LOSS, lambda _: Summed.apply, OLD),
+    "scripted": (LOSS, lambda _: torch.jit.script(scripted), OLD),
+    "a mock": (LOSS, lambda stock: Mock(side_effect=doubled(stock))),
+    "native: a partial": (NATIVES, lambda stock: functools.partial(doubled(stock)), {"kind": "native"}),
+    "native: apply": (NATIVES, lambda _: Summed.apply, {"kind": "native"}),
+    "copy: a partial": (
+        f"{LAYERS}:copy_to_tensor_model_parallel_region", lambda stock: functools.partial(doubled(stock)),
+        {"ranks": 1},
+    ),
+    "native": (NATIVES, doubled, {"kind": "native"}),
+    "native: a step": (f"{NATIVE}:calculate_logits_max", doubled, {"kind": "native"}),
+    "native: a scripted step": (
+        f"{NATIVE}:calculate_logits_max", lambda _: torch.jit.script(scripted_step), {"kind": "native"}
+    ),
+    "te": (
+        f"{LANGUAGE}:te_parallel_cross_entropy", lambda _: lambda logits, *_: logits.float().logsumexp(-1),
+        {"kind": "te"},
+    ),
+    "a proxy": (LOSS, Around),
+    "a bound method": (LOSS, lambda stock: Around(stock).__call__),
+    "a class": (LOSS, lambda stock: type("Loss", (), {"__new__": lambda _, *x, **y: 2 * stock(*x, **y)})),
+    "a cache": (LOSS, lambda stock: functools.lru_cache(doubled(stock))),
+    "a decorator": (LOSS, lambda stock: functools.wraps(stock)(doubled(stock))),
+    "torch's decorator": (LOSS, lambda stock: torch.enable_grad()(doubled(stock))),
+    "a fork's file": (LOSS, from_module(f"{PARALLEL}.own_cross_entropy")),
+    "a library's name": (LOSS, from_module("torch.own")),
+    "a builtin": (f"{PARTS}:get_tensor_model_parallel_rank", lambda _: os.getpid, OLD),
+    "a builtin of a group": (f"{PARTS}:get_pg_rank", lambda _: id),
     "the package": (
-        {}, lambda m: m.loss, "tensor_parallel",
-        lambda m: Space(m, vocab_parallel_cross_entropy=doubled(m.vocab_parallel_cross_entropy)),
+        f"{LANGUAGE}:tensor_parallel",
+        lambda stock: Space(stock, vocab_parallel_cross_entropy=doubled(stock.vocab_parallel_cross_entropy)),
     ),
-    "torch": ({}, lambda m: m.in_parts, "torch", lambda m: Space(m, log=doubled(m.log))),
-    "apply": ({}, lambda m: m.in_parts._VocabParallelCrossEntropy, "apply", doubled),
-    "defaults": (
-        {}, lambda m: m.in_parts.vocab_parallel_cross_entropy, "__defaults__", lambda d: (0.3, *d[1:])
+    "torch": (f"{PARTS}:torch", lambda stock: Space(stock, log=doubled(stock.log))),
+    "apply of Megatron's": (f"{FUNCTION}.apply", doubled),
+    "another's apply": (f"{FUNCTION}.apply", lambda _: Summed.apply),
+    "a backward": (f"{FUNCTION}.backward", lambda stock: lambda ctx, grad: stock(ctx, 2 * grad)),
+    "defaults": (f"{PARTS}:vocab_parallel_cross_entropy.__defaults__", lambda stock: (0.3, *stock[1:])),
+    "code": (f"{A_STEP}.__code__", lambda _: DoubledStep.calculate_cross_entropy_loss.__code__),
+    "code at its place": (A_STEP, at_its_place),
+    "an edited step": (
+        A_STEP, edited, {"line": "loss = torch.log(sum_exp_logits) - predicted_logits", "more": "loss *= 1.5"}
     ),
-    "code": (
-        {}, lambda m: m.in_parts.VocabParallelCrossEntropy.calculate_cross_entropy_loss, "__code__",
-        lambda _: DoubledStep.calculate_cross_entropy_loss.__code__,
+    "an edited layer": (
+        f"{LAYERS}:ColumnParallelLinear.forward", edited,
+        {"line": "output_bias = self.bias if self.skip_bias_add else None", "more": "output = output / 2.0"},
     ),
-    "code at its place": (
-        {}, lambda m: m.in_parts.VocabParallelCrossEntropy, "calculate_cross_entropy_loss", at_its_place
-    ),
-    "a subclass": (
-        {}, lambda m: m.in_parts, "VocabParallelCrossEntropy",
-        lambda cls: type(cls.__name__, (DoubledStep, cls), {"__module__": cls.__module__}),
-    ),
-    "native": (NATIVE, lambda m: m.loss, "fused_vocab_parallel_cross_entropy", doubled),
-    "native's step": (
-        NATIVE, lambda m: m.native, "calculate_logits_max",
-        lambda stock: lambda logits: [2 * part for part in stock(logits)],
-    ),
-    "te": (TE, lambda m: m.loss, "te_parallel_cross_entropy", in_te),
+    "a subclass": (STEP, lambda stock: type(stock.__name__, (DoubledStep, stock), {"__module__": PARTS})),
     "the ranges": (
-        {}, lambda m: m.parts.VocabUtility, "vocab_range_from_per_partition_vocab_size",
+        f"{PARALLEL}.utils:VocabUtility.vocab_range_from_per_partition_vocab_size",
         lambda _: lambda size, rank, ranks: (3 + rank * size, 3 + (rank + 1) * size),
+        {"ranks": 1},
     ),
-    "torch's call": ({}, lambda _: torch.nn.Module, "__call__", doubled_heads),
-    "the product": ({}, lambda m: m.layers, "linear_with_grad_accumulation_and_async_allreduce", Around),
+    "torch's call": ("torch.nn:Module.__call__", doubled_heads),
+    "the product": (PRODUCT, Around),
+    "another product": (PRODUCT, lambda stock: sys.modules[LAYERS].linear_with_frozen_weight),
+    "the product's forward": (
+        f"{LAYERS}:LinearWithGradAccumulationAndAsyncCommunication.forward", of_torchs
+    ),
+    "below the layer": (f"{PARALLEL}.mappings:_reduce", doubled, {"ranks": 1}),
+    "below the product": (f"{LAYERS}:prepare_input_tensors_for_wgrad_compute", doubled),
+    "a collective": (
+        f"{LAYERS}:dist_all_gather_func", lambda stock: lambda made, x, **named: stock(made, 2 * x, **named),
+        {"ranks": 2},
+    ),
 }  # fmt: skip
 
 
-@on_ranks(of_core(2, INSTALLED), of_core(2, NEWEST))
-@pytest.mark.parametrize("when", ["before the model is built", "after"])
-@pytest.mark.parametrize("name", READ)
-def test_what_the_loss_reads_is_looked_at(rank: Rank, name, when):
+@on_ranks(of_core(1, NEWEST), of_core(2, INSTALLED))
+@pytest.mark.parametrize("name", STAND_INS)
+def test_a_stand_in(rank: Rank, name, tmp_path):
+    """Put in place before the model is built, after it is built, and after a step."""
+    place, make, when = (*STAND_INS[name], {})[:3]
+    kind, edit = when.get("kind", ""), {part: when[part] for part in ("line", "more") if part in when}
+    if when.get("ranks", rank.size) != rank.size or core_version() > when.get("until", (9, 9)):
+        pytest.skip("not called so")
     have_groups(rank.size)
-    config, owner_of, attribute, make = READ[name]
-    modules = modules_of_the_loss()
-    owner = owner_of(modules)
+    module, _, path = place.partition(":")
+    owner: Any = importlib.import_module(module)
+    *owners, attribute = path.split(".")
+    for part in owners:
+        owner = getattr(owner, part)
     stock = getattr(owner, attribute, None)
-    takes_modules = make in (at_its_place, in_another_file, in_te)
+    if stock is None and kind != "te":
+        pytest.skip("not in this version")
+    made = make(stock, **(edit and {"folder": tmp_path, **edit}))
+    static = isinstance(owner, type) and not issubclass(owner, torch.nn.Module)
+    fusion = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": kind}
+    model = Model(sequence_parallel=name == "a collective", extra=fusion if kind else {})
     with pytest.MonkeyPatch.context() as patch:
-        made = make(modules if takes_modules else stock)
 
-        def change(_: Any = None) -> None:
-            is_method = isinstance(owner, type) and owner is not torch.nn.Module
-            patch.setattr(owner, attribute, staticmethod(made) if is_method else made, raising=False)
+        def change() -> None:
+            patch.setattr(owner, attribute, staticmethod(made) if static else made, raising=False)
 
-        model = Model(extra=config)
-        if name != "te":
-            plain, seen, _ = run(rank, True, model=model)
-            assert seen == (1, 0)
-        if when != "after":
-            change()
-        off, _, _ = run(rank, False, change, model=model)
+        change()
+        off, _, _ = run(rank, False, model=model)
+        on, seen, early = run(rank, True, model=model)
+        assert seen == (0, 0), early
+        assert_same(on, off)
         patch.undo()
-        if when != "after":
+        with flag(strategy="store", num_chunks=3) as later:
+            built = build(model, rank)
             change()
-        on, seen, said = run(rank, True, change, model=model)
-    assert seen == (0, 0), said
-    assert_same(on, off)
-    if name != "te":
-        assert (off["loss"] - plain["loss"]).abs() > 1e-3, "it changes nothing"
-    words = (
-        "was replaced or edited after the model was built" if when == "after" else "stays on Megatron's own"
-    )
-    words = "calls the output layer in torch's place" if name == "torch's call" else words
-    assert rank.rank or words in said, said
+            assert_same(step(rank, built), off)
+            patch.undo()
+            if kind != "te":  # of which there is none
+                plain = step(rank, built)
+                assert plain.keys() != off.keys() or any((plain[key] - off[key]).any() for key in off)
+            change()
+            assert_same(step(rank, built), off)
+    assert later.counts == (kind != "te", 0, 2), later.said
+    of_call = "calls the output layer in torch's place" if name == "torch's call" else ""
+    assert rank.rank or (of_call or UNKNOWN) in early, early
+    assert rank.rank or (of_call or LATER) in later.said, later.said
 
 
 # --- what a model has of its own -------------------------------------------------------------------
@@ -376,34 +399,31 @@ Own = tuple[Any, Any, str]
 def forks_layer(name: str) -> Own:
     """A class of a fork's in the core's own package, whose product is another."""
 
-    def before(patch: pytest.MonkeyPatch, modules: Any) -> None:
-        module = types.ModuleType(f"{modules.layers.__package__}.own_layers")
+    def before(patch: pytest.MonkeyPatch) -> None:
+        from megatron.core import tensor_parallel
+        from megatron.core.models.gpt import gpt_model
 
-        def _forward_impl(self: Any, *given: Any, **named: Any) -> Any:
-            return 2 * modules.layers.ColumnParallelLinear._forward_impl(self, *given, **named)
+        stock = tensor_parallel.ColumnParallelLinear
+        body = {"_forward_impl": doubled(stock._forward_impl), "__module__": f"{PARALLEL}.own_layers"}
+        layer = type(name, (stock,), body)
+        patch.setattr(gpt_model, "tensor_parallel", Space(tensor_parallel, ColumnParallelLinear=layer))
 
-        body = {"_forward_impl": _forward_impl, "__module__": module.__name__}
-        layer = type(name, (modules.layers.ColumnParallelLinear,), body)
-        setattr(module, name, layer)
-        patch.setitem(sys.modules, module.__name__, module)
-        patch.setattr(modules.gpt, "tensor_parallel", Space(modules.parallel, ColumnParallelLinear=layer))
-
-    return before, None, "_forward_impl stands in the place of one of Megatron's functions"
+    return before, None, "stands in the place of one of Megatron's functions"
 
 
-def natives_loss(patch: pytest.MonkeyPatch, modules: Any) -> None:
+def natives_loss(patch: pytest.MonkeyPatch) -> None:
     name = "fused_vocab_parallel_cross_entropy"
-    patch.setattr(modules.loss, name, doubled(getattr(modules.native, name)))
+    patch.setattr(sys.modules[LANGUAGE], name, doubled(getattr(sys.modules[NATIVE], name)))
 
 
 def with_another_config(rank: Rank, patch: pytest.MonkeyPatch, built: Any) -> None:
     built.config = copy.copy(built.config)
-    vars(built.config).update(NATIVE)
+    vars(built.config).update(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="native")
 
 
 def before_another_is_built(rank: Rank, patch: pytest.MonkeyPatch, built: Any) -> None:
-    _, owner_of, name, make = READ["the ranges"]
-    patch.setattr(owner_of(modules_of_the_loss()), name, staticmethod(make(None)))
+    name = "vocab_parallel_cross_entropy"
+    patch.setattr(sys.modules[PARALLEL], name, doubled(getattr(sys.modules[PARALLEL], name)))
     build(Model(), rank)
 
 
@@ -417,8 +437,8 @@ def casts_what_is_returned(rank: Rank, patch: pytest.MonkeyPatch, built: Any) ->
 OF_A_MODEL: dict[str, Own] = {
     "a fork's layer": forks_layer("OwnLinear"),
     "a fork's layer with the core's name": forks_layer("ColumnParallelLinear"),
-    "another config later": (natives_loss, with_another_config, "is not Megatron's own"),
-    "another model later": (None, before_another_is_built, "was replaced or edited after"),
+    "another config later": (natives_loss, with_another_config, "its config names another loss"),
+    "another model later": (None, before_another_is_built, LATER),
     "FSDP2 that casts": (None, casts_what_is_returned, "FSDP casts what the output layer returns"),
 }
 
@@ -432,7 +452,7 @@ def test_what_a_model_has_of_its_own(rank: Rank, name):
     for on in (False, True):
         with pytest.MonkeyPatch.context() as patch:
             if before is not None:
-                before(patch, modules_of_the_loss())
+                before(patch)
             change = functools.partial(after, rank, patch) if after else None
             made[on], counted[on], said[on] = run(rank, on, change)
     assert counted[True] == (0, 0), said[True]
@@ -440,84 +460,33 @@ def test_what_a_model_has_of_its_own(rank: Rank, name):
     assert_same(made[True], made[False])
 
 
-# --- a Megatron that is newer than the table -------------------------------------------------------
-
-
-@on_ranks(*CORES, of_core(1, NEWEST))
-@pytest.mark.parametrize("config", [{}, NATIVE], ids=["unfused", "native"])
-@pytest.mark.parametrize("known", ["the release before", "nothing"])
-def test_a_newer_megatron_is_fused(rank: Rank, known, config):
-    have_groups(rank.size)
-    until = {(0, 16): "0.15.3", (0, 19): "0.18.2"}[core_version()] if known != "nothing" else ""
-    model = Model(sequence_parallel=rank.size > 1, extra=config)
-    expected, seen, _ = run(rank, True, model=model)
-    assert seen == (1, 0)
-    after = torch.get_rng_state()
-    with table_until(until):
-        made, seen, said = run(rank, True, model=model)
-    assert seen == (1, 0), said
-    assert rank.rank or "is newer than this package knows, equal on a trial" in said
-    assert torch.equal(torch.get_rng_state(), after)
-    assert_same(made, expected)
-
-
-#: Edits that read known names alone, before Megatron's loss and after it, and the log's words.
-OF_RANK = "self.pg_collection.tp.rank()"
-NEWER = {
-    "another value": ("", "loss = loss * 1.001", "values differ"),
-    "another gradient": (
-        "", "loss = loss + (other := logits.view_as(logits).sum(-1).transpose(0, 1)) - other.clone().data",
-        "it reads data",
-    ),
-    "another value on one rank": ("", f"loss = loss * (1.0 + 0.01 * {OF_RANK})", "failed on another rank"),
-    "an error on one rank": (f"if {OF_RANK}: raise RuntimeError('not here')", "", "failed on another rank"),
-    "an error later": ("", f"if {OF_RANK} == 0: raise RuntimeError('not here')", "RuntimeError: not here"),
-    "more collectives on one rank": (
-        f"if {OF_RANK}: torch.distributed.all_reduce(logits.clone(), group=self.pg_collection.tp)", "",
-        "failed on another rank",
-    ),
-    "nothing at -100": ("", "loss.mul_((labels > -100).transpose(0, 1).float())", "values differ"),
-    "a new name": ("", "loss = loss * (2.0 if self.training else 2.0)", "it reads training"),
-    "another shape": ("", "loss = loss.sum()", "no tensor of the labels' shape"),
-}  # fmt: skip
-
-
-@on_ranks(of_core(2, NEWEST))
-@pytest.mark.parametrize("name", NEWER)
-def test_a_trial_finds(rank: Rank, name, tmp_path):
-    """Both ranks decide alike, and neither waits for the other."""
-    have_groups(rank.size)
-    before, after, words = NEWER[name]
-    with before_enable(lambda stock: edited(before, after, own_folder(rank, tmp_path))):
-        from megatron_fused_ce.adapter import output_layer
-
-        with flag() as seen:
-            model = build(Model(), rank)
-    assert not isinstance(model.output_layer, output_layer.ColumnParallelLinear)
-    assert rank.rank or words in seen.said, seen.said
+# --- forms that the table has not -------------------------------------------------------------------
 
 
 @on_ranks(*CORES)
-def test_an_edited_layer_stays(rank: Rank, tmp_path):
-    """Its product, of which the loss is computed, is Megatron's to change too."""
-    from megatron.core.tensor_parallel import layers
+@pytest.mark.parametrize("place", [f"{FUNCTION}.forward", f"{LAYERS}:ColumnParallelLinear.forward"])
+def test_a_newer_megatron(rank: Rank, place):
+    """Megatron's own path, which says what to do; done, it is fused."""
+    from megatron_fused_ce.adapter import known_forms
 
     have_groups(rank.size)
-    line = "output = output_parallel\n        output_bias = self.bias if self.skip_bias_add else None"
-    method = "ColumnParallelLinear.forward"
-    halved = edited_in(layers.__name__, method, {line: "output = output / 2.0"}, own_folder(rank, tmp_path))
+    module, _, name = place.partition(":")
+    off, _, _ = run(rank, False)
+    expected, seen, _ = run(rank, True)
+    assert seen == (1, 0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layers.ColumnParallelLinear, "forward", halved)
-        off, _, _ = run(rank, False)
+        patch.delitem(known_forms.FORMS[module], name)
         on, seen, said = run(rank, True)
-    words = "product or a gradient of it is another" if core_version() == (0, 19) else f"{method} of megatron"
-    assert seen == (0, 0) and (rank.rank or words in said), said
-    assert_same(on, off)
+        assert seen == (0, 0)
+        file = f"{module}.{name} ({sys.modules[module].__file__}), digest "
+        assert rank.rank or file in said, said
+        assert_same(on, off)
+        assert_same(trusted(rank, said), expected)
 
 
-@on_ranks(of_core(2, NEWEST))
+@on_ranks(*CORES)
 def test_ranks_with_different_code_stay(rank: Rank):
-    """A user's loss on one rank alone: with a Megatron that is newer, the ranks compare what they have."""
+    """A user's loss on one rank alone: the ranks compare what they have when a model is built."""
     have_groups(rank.size)
     own = (lambda stock: lambda *given: stock(*given)) if rank.rank else None
     with before_enable(own):
@@ -526,7 +495,65 @@ def test_ranks_with_different_code_stay(rank: Rank):
     assert rank.rank or "not the same code on all ranks" in said
 
 
-# --- log-probabilities -----------------------------------------------------------------------------
+#: As Transformer Engine defines it.
+TE_LOSS = """
+import torch
+
+class CrossEntropyFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, labels, smoothing, reduces, group, ignored=-100, capturable=False):
+        ctx.save_for_backward(logits, labels)
+        return logits.float().logsumexp(-1) - logits.float().gather(-1, labels[..., None])[..., 0]
+
+    @staticmethod
+    def backward(ctx, grad):
+        logits, labels = ctx.saved_tensors
+        made = logits.float().softmax(-1) - torch.nn.functional.one_hot(labels, logits.shape[-1])
+        return (made * grad[..., None], *[None] * 6)
+
+def parallel_cross_entropy(*given):
+    return CrossEntropyFunction.apply(*given)
+"""
+
+
+def other_backward(ctx: Any, grad: torch.Tensor) -> Any:
+    return (grad[..., None].expand(*grad.shape, megatron.VOCAB), *[None] * 6)
+
+
+@on_ranks(of_core(1, NEWEST), of_core(1, INSTALLED))
+@pytest.mark.parametrize("name", ["a function", "apply", "a partial", "another's apply", "an edited step"])
+def test_the_loss_of_transformer_engine(rank: Rank, name, tmp_path):
+    """Megatron's wrapper calls what transformer_engine.pytorch.cross_entropy defines, or the head stays."""
+    from megatron.core.extensions import transformer_engine as extension
+
+    have_groups(rank.size)
+    file = tmp_path / "cross_entropy.py"
+    file.write_text(TE_LOSS)
+    te = imported(file, "transformer_engine.pytorch.")
+    text = Path(extension.__file__).read_text()
+    wrapper = next(
+        part for part in compile(text, extension.__file__, "exec", dont_inherit=True).co_consts
+        if getattr(part, "co_name", "") == "te_parallel_cross_entropy"
+    )  # fmt: skip
+    loss = {
+        "a partial": functools.partial(doubled(te.parallel_cross_entropy)),
+        "another's apply": Summed.apply, "a function": te.parallel_cross_entropy,
+    }.get(name, te.CrossEntropyFunction.apply)  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, te.__name__, te)
+        patch.setattr(extension, "_TE_SUPPORTS_CG_CAPTURABLE", True, raising=False)
+        patch.setattr(extension, "parallel_cross_entropy", loss, raising=False)
+        made = types.FunctionType(wrapper, vars(extension), argdefs=(False,))
+        patch.setattr(sys.modules[LANGUAGE], "te_parallel_cross_entropy", made)
+        if name == "an edited step":
+            patch.setattr(te.CrossEntropyFunction, "backward", staticmethod(other_backward))
+        model = Model(extra={"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"})
+        off, _, _ = run(rank, False, model=model)
+        on, seen, said = run(rank, True, model=model)
+    is_te = name in ("a function", "apply")
+    assert seen == (is_te, 0), said
+    assert is_te or "transformer_engine.parallel_cross_entropy is" in said, said
+    assert_same(on, off, megatron.GRADIENT_BOUND if is_te else 0.0)
 
 
 def warmer(logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -534,32 +561,31 @@ def warmer(logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 @on_ranks(*CORES)
-@pytest.mark.parametrize("place", ["before enable()", "after enable()", "a form that is not known"])
+@pytest.mark.parametrize("place", ["before enable()", "after enable()", "later", "a form that is not known"])
 def test_a_log_softmax_that_is_not_known(rank: Rank, place):
-    """``selective_log_softmax`` of train_rl.py: a user's gets real logits, a newer one is tried."""
+    """``selective_log_softmax`` of train_rl.py: it gets real logits."""
     have_groups(rank.size)
     tokens, positions, _ = rl_utils.tokens_of(rank)
     own = {} if place == "a form that is not known" else {"selective_log_softmax": warmer}
-    is_fused = not own and core_version() == (0, 19)
     before = own if place == "before enable()" else {}
 
-    def made(patch: pytest.MonkeyPatch, own: dict[str, Any]) -> torch.Tensor:
+    def made(patch: pytest.MonkeyPatch, own: dict[str, Any], early: bool = False) -> torch.Tensor:
+        model = build(Model(), rank)
+        if early:
+            rl_utils.get_logprobs(model, tokens, positions)
         for name, function in own.items():
             patch.setattr(rl_utils, name, function)
-        return rl_utils.get_logprobs(build(Model(), rank), tokens, positions)
+        return rl_utils.get_logprobs(model, tokens, positions)
 
     with pytest.MonkeyPatch.context() as patch:
         off = made(patch, own)
     with (
         flag() as seen,
-        rl_utils.patched_caller(is_known=False, **before),
+        rl_utils.patched_caller(is_known=place != "a form that is not known", **before),
         pytest.MonkeyPatch.context() as patch,
     ):
-        on = made(patch, {} if before else own)
-    assert seen.counts == (is_fused, 0, not is_fused)
-    if is_fused:
-        rl_utils.assert_same(on, off)
-    else:
-        assert torch.equal(on, off)
-    words = "warmer" if own else "equal on a trial" if is_fused else "was edited: --fused-ce-trust"
+        on = made(patch, {} if before else own, place == "later")
+    assert seen.counts == (place == "later", 0, 1)
+    assert torch.equal(on, off)
+    words = "warmer" if own else "--fused-ce-trust"
     assert rank.rank or words in seen.said, seen.said

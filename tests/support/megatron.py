@@ -40,7 +40,7 @@ INSTALLED = Environment(
         "megatron.core.optimizer",
         "megatron.core.pipeline_parallel.schedules",
         "megatron.core.transformer.multi_token_prediction",
-        "megatron_fused_ce.op",
+        "megatron_fused_ce.head.autograd",
         *(
             f"megatron_fused_ce.adapter.{name}"
             for name in (
@@ -127,10 +127,8 @@ def read_forms() -> None:
     """Parse and compile the files of Megatron's in which a model that is built looks at functions."""
     from megatron_fused_ce.adapter import forms
 
-    for module, names in forms.LOOKED_AT.items():
-        for key in (f"{module}:{name}" for name in names):
-            if (function := forms.running(key)) is not None:
-                forms.form_of(key, function)
+    for of in ("", "native"):
+        forms.Held(of, frozenset())
 
 
 # --- the flag --------------------------------------------------------------------------------

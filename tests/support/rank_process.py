@@ -123,9 +123,9 @@ def answer(call: RemoteCall, rank: Rank, lives_on: bool) -> tuple[str, Any]:
 
     importlib.import_module(call.module)
     torch.manual_seed(0)  # as a new process has one
-    parallel: Any = sys.modules.get("megatron_fused_ce.parallel")
-    if parallel is not None:
-        parallel.forget()  # on all ranks: their next calls are compared
+    agreement: Any = sys.modules.get("megatron_fused_ce.ranks.agreement")
+    if agreement is not None:
+        agreement.forget()  # on all ranks: their next calls are compared
     groups = set(dist.distributed_c10d._world.pg_map)
     kind, value = _answer(call, rank)
     if kind == "raised":

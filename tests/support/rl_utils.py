@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,9 +52,11 @@ def patched_caller(is_known: bool = True, **own: Any) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("get_logprobs", "selective_log_softmax"):
             patch.setattr(this, name, own.get(name, getattr(this, name)))
+        patch.setitem(sys.modules, forms.RL, this)
         if is_known:
-            form = forms.form_of(forms.LOG_SOFTMAX, selective_log_softmax, __name__)
-            patch.setitem(known_forms.FORMS[forms.RL], "selective_log_softmax", {form.digest: ""})
+            written = dict(forms.definitions(ast.parse(Path(__file__).read_text())))
+            form = forms.digest(written["selective_log_softmax"])
+            patch.setitem(known_forms.FORMS[forms.RL], "selective_log_softmax", form)
         rl_logprobs.patch(this)
         yield
 
