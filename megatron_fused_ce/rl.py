@@ -152,7 +152,7 @@ def log_probs_of_head(
     if active is not None:
         config = _changed(DEFAULT_CONFIG if config is None else config, skip_masked=True)
     call = Call(
-        widened(hidden, weight), weight, labels, token_weights=active, active_mask=active is not None,
+        widened(hidden, weight), weight, labels, token_weights=active,
         config=DEFAULT_CONFIG if config is None else config, outputs=_outputs(entropy),
         differentiable=_with_grad(entropy), caller_error=why_wrong_entropy(entropy) or wrong, **of_call,
     )  # fmt: skip

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_fused_ce.head.grad_weight import (
-    GradWeight,
+    Accumulator,
     InPlaceGradWeight,
     OpenGradWeight,
     ReturnedGradWeight,
@@ -36,7 +36,7 @@ def open_grad_weight_for(weight: Any, gradient_accumulation_fusion: bool) -> Ope
     ):
         return ReturnedGradWeight
 
-    def open_main_grad(saved_weight: Tensor, num_gemms: int, scaled: bool) -> GradWeight:
+    def open_main_grad(saved_weight: Tensor, num_gemms: int, scaled: bool) -> Accumulator:
         # A view of the same parameter may have replaced the attribute since.
         weight.main_grad = main_grad
         return InPlaceGradWeight(main_grad, scaled, lambda: _what_autograd_gets(weight, saved_weight.dtype))

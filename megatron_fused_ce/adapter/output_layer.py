@@ -273,7 +273,6 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
                 labels,
                 token_weights,
                 config,
-                active_mask=active is not None,
                 outputs=("entropy",) if entropy != "none" else (),
                 differentiable=("entropy",) if entropy == "differentiable" else (),
                 with_argmax=self.fused_ce_with_argmax and self.training,
@@ -282,10 +281,9 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
         )
         report.evaluation_once(self, input_, out.plan, out.why_not_scaled_exp)
         fused_ce_request.made_entropy = out.outputs.get("entropy")
-        if out.local_max is not None and out.local_argmax is not None:
-            in_sequence = labels.t().shape  # [s, b]
-            fused_ce_request.local_max = out.local_max.view(in_sequence)
-            fused_ce_request.local_argmax = out.local_argmax.view(in_sequence)
+        if "shard_max" in out.outputs:
+            fused_ce_request.local_max = out.outputs["shard_max"].t()
+            fused_ce_request.local_argmax = out.outputs["shard_argmax"].t()
         return out.loss, None
 
     def _call(
@@ -323,7 +321,7 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
         with torch.no_grad():
             losses = linear_cross_entropy(call).loss
         of_none = call._replace(
-            token_weights=torch.zeros_like(losses), active_mask=True, config=replace(config, skip_masked=True)
+            token_weights=torch.zeros_like(losses), config=replace(config, skip_masked=True)
         )
         return losses + linear_cross_entropy(of_none).loss
 

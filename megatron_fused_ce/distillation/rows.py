@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from megatron_fused_ce.distillation import rows_torch as divergence_torch
-from megatron_fused_ce.head.tokens import Kept
 from megatron_fused_ce.kernels.records import (
     NO_EXTRA,
     NOT_HERE,
@@ -36,20 +35,20 @@ from megatron_fused_ce.kernels.records import (
     Side,
 )
 from megatron_fused_ce.logits import (
-    ChunkTargets,
     LogitsBackend,
     LogitsGrad,
     OrderedTargets,
     Scores,
+    Selection,
+    Targets,
     rows_torch,
 )
 from megatron_fused_ce.logits.gemm_rows import gemm_then_rows, write_logits
-from megatron_fused_ce.losses.form import LossForm
 from megatron_fused_ce.losses.outputs import OUTPUTS
 from megatron_fused_ce.losses.statistics import TokenTerms, Upstream
 from megatron_fused_ce.losses.terms import Rows
 from megatron_fused_ce.planner.chunks import Chunk
-from megatron_fused_ce.ranks.collectives import DONE, BothWorks, VocabParallel, Work
+from megatron_fused_ce.ranks.collectives import DONE, BothWorks, Work
 from megatron_fused_ce.ranks.phases import phase
 
 #: fp16 gradients are saved times a power of two that brings their bound (:meth:`Divergence._row_scale`) to
@@ -70,7 +69,7 @@ class Teacher(NamedTuple):
     weight: Tensor  # [V', H_t]
     label_weights: Tensor | None  # [parts, n] fp32, of a chunk [C]
 
-    def kept(self, kept: Kept, part: int) -> Teacher:
+    def kept(self, kept: Selection, part: int) -> Teacher:
         hidden, weights = self.hidden, self.label_weights
         if hidden.dim() == 2:
             hidden = kept.take(hidden, part)
@@ -85,31 +84,21 @@ class Teacher(NamedTuple):
         weights = None if self.label_weights is None else split(self.label_weights)
         return self._replace(hidden=hidden, label_weights=weights)
 
-    def saved(self, remakes_logits: bool) -> Teacher | None:
+    def saved(self, remakes: bool) -> Teacher | None:
         """None where the gradients of all logits are saved.
 
         Else with a copy of its hidden states, as of labels: they may lie in a buffer that another rank fills
         again before the backward, of which autograd does not know.
         """
-        return self._replace(hidden=self.hidden.clone()) if remakes_logits else None
+        return self._replace(hidden=self.hidden.clone()) if remakes else None
 
     def masked(self, upstream: Upstream) -> Upstream:
         return upstream
 
 
-def _teacher(targets: ChunkTargets) -> Teacher:
+def _teacher(targets: Targets) -> Teacher:
     assert isinstance(targets.others, Teacher)
     return targets.others
-
-
-def _start_teacher(targets: ChunkTargets) -> tuple[Tensor, Work]:
-    """The teacher's hidden states ``[C, H_t]``, to be waited for.
-
-    Collectives: starts one all-gather of them, where the ranks hold their own parts.
-    """
-    part, comm = _teacher(targets).hidden, targets.comm
-    here = comm is None or len(part) == len(targets.labels)
-    return (part, DONE) if here else comm.gathered(part)  # type: ignore[union-attr]
 
 
 class _Terms(NamedTuple):
@@ -134,91 +123,78 @@ class _Terms(NamedTuple):
         return _Terms(*stacked[:8].unbind(0))._replace(label=stacked[8:] if len(stacked) > 8 else None)
 
 
-@dataclass(frozen=True)
-class Divergence:
+@dataclass(frozen=True, kw_only=True)
+class Divergence(LogitsBackend):
     """:class:`.LogitsBackend` of a student beside its teacher."""
 
-    base: LogitsBackend  # of both sides
+    #: of each side; their statistics are merged here, side by side
+    student: LogitsBackend
+    teacher: LogitsBackend
     statistics: ModuleType  # kernels.row_kernels or rows_torch
-    rows: ModuleType  # kernels.divergence or divergence_torch
+    rows: ModuleType  # kernels.divergence or rows_torch of this folder
     kind: str
     beta: float
     temperature: float
-    #: divided by the temperature
-    teacher_scale: float
-    teacher_softcap: float | None
     with_labels: bool
-    #: not in fp16, whose range is too small for rows without their factors
-    saves_e: bool
 
-    needs_logits_buffer = True
     settles_at_once = True
-    logits_dtype: torch.dtype | None = None  # of the gradient: the hidden states'
 
     @property
-    def name(self) -> str:
-        return self.base.name
+    def name(self) -> str:  # type: ignore[override]
+        return self.student.name
 
-    @property
-    def saves_logits(self) -> bool:
-        return self.base.saves_logits
-
-    @property
-    def token_ops(self) -> ModuleType:
-        return self.base.token_ops
-
-    def start_sample(
-        self, weight: Tensor, others: OrderedTargets | None, comm: VocabParallel, form: LossForm
-    ) -> tuple[tuple[Any, Any], Work]:
+    def start_sample(self, weight: Tensor, others: OrderedTargets | None) -> tuple[tuple[Any, Any], Work]:
         """Those of both sides."""
         assert isinstance(others, Teacher)
-        sample, sent = self.base.start_sample(weight, None, comm, form)
-        of_teacher, sent_beside = self.base.start_sample(others.weight, None, comm, form)
-        return (sample, of_teacher), BothWorks(sent, sent_beside)
+        of_student, of_teacher = (replace(side, comm=self.comm) for side in (self.student, self.teacher))
+        sample, sent = of_student.start_sample(weight, None)
+        of_its, sent_beside = of_teacher.start_sample(others.weight, None)
+        return (sample, of_its), BothWorks(sent, sent_beside)
+
+    def _start_teacher(self, targets: Targets) -> tuple[Tensor, Work]:
+        """The teacher's hidden states ``[C, H_t]``, to be waited for.
+
+        Collectives: starts one all-gather of them, where the ranks hold their own parts.
+        """
+        part = _teacher(targets).hidden
+        assert self.comm is not None and targets.labels is not None
+        return (part, DONE) if len(part) == len(targets.labels) else self.comm.gathered(part)
 
     def logits_gemm(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: ChunkTargets,
-        sample: Any,
-        out: Tensor | None,
-        with_argmax: bool,
+        self, hidden: Tensor, weight: Tensor, targets: Targets, sample: Any, out: Tensor | None
     ) -> Scores:
         """Logits of both sides, and their statistics side by side: ``[4, 2 * C]``, or ``4 * C`` columns with
         labels at another temperature, whose cross-entropies are at temperature 1.
 
-        Collectives: those of :func:`_start_teacher`, under the student's GEMM.
+        Collectives: those of :meth:`_start_teacher`, under the student's GEMM.
         """
         assert out is not None
-        (teacher_hidden, gathered), teacher = _start_teacher(targets), _teacher(targets)
-        targets = targets._replace(others=None, comm=None, form=replace(targets.form, with_rest=True))
-        of_teacher, (of_student, sample_of_teacher) = self._of_teacher(targets), sample
-        sides = [self._side(hidden, weight, targets, of_student, self._in_precision(out))]
+        (teacher_hidden, gathered), teacher = self._start_teacher(targets), _teacher(targets)
+        of_labels = Targets(targets.labels)
+        sides = [self._side(self.student, hidden, weight, of_labels, sample[0], self._in_precision(out))]
         gathered.wait()
         teacher_out = self._teacher_buffer(teacher_hidden, teacher.weight)
-        sides.append(self._side(teacher_hidden, teacher.weight, of_teacher, sample_of_teacher, teacher_out))
+        sides.append(
+            self._side(self.teacher, teacher_hidden, teacher.weight, of_labels, sample[1], teacher_out)
+        )
         every = [stats for _, stats in sides]
         if self._labels_apart:
             with phase("statistics"):
                 every += [
-                    self._at_temperature_1(logits, of_side)
-                    for (logits, _), of_side in zip(sides, (targets, of_teacher), strict=True)
+                    self._at_temperature_1(logits, side, of_labels)
+                    for (logits, _), side in zip(sides, (self.student, self.teacher), strict=True)
                 ]
         with phase("statistics"):
-            of_tops = self._tops(sides, targets)
+            of_tops = self._tops(sides)
             extra = ExtraStatistics(*(None if of[0] is None else _filled(of, every) for of in of_tops))
         shard = torch.cat([stats.shard for stats in every], dim=1)
         return Scores(RowStatistics(shard, extra=extra), beside=(sides[0][0], sides[1][0]))
 
-    def _tops(
-        self, sides: list[tuple[Tensor, RowStatistics]], targets: ChunkTargets
-    ) -> zip[tuple[Tensor | None, ...]]:
+    def _tops(self, sides: list[tuple[Tensor, RowStatistics]]) -> zip[tuple[Tensor | None, ...]]:
         """:class:`.ExtraStatistics` of the student and of the teacher, fp32 ``[C]`` each."""
         found = []
         columns = sides[0][1].argmax
-        scales = (targets.logit_scale, targets.form.softcap), (self.teacher_scale, self.teacher_softcap)
-        for (logits, stats), (scale, softcap) in zip(sides, scales, strict=True):
+        for (logits, stats), (scale, softcap) in zip(sides, self._scales, strict=True):
             assert columns is not None and stats.argmax is not None and stats.extra.rest is not None
             top = _at(logits, stats.argmax)
             # row_max has the rounding of a product.
@@ -239,76 +215,73 @@ class Divergence:
             )
         return zip(*found, strict=True)
 
+    @property
+    def _scales(self) -> tuple[tuple[float, float | None], ...]:
+        """Scale and softcap of each side's logits."""
+        return tuple((side.logit_scale, side.outputs.softcap) for side in (self.student, self.teacher))
+
     def _side(
-        self, hidden: Tensor, weight: Tensor, targets: ChunkTargets, sample: Any, out: Tensor
+        self, side: LogitsBackend, hidden: Tensor, weight: Tensor, targets: Targets, sample: Any, out: Tensor
     ) -> tuple[Tensor, RowStatistics]:
-        stats = self.base.logits_gemm(hidden, weight, targets, sample, out, False).stats
+        stats = side.logits_gemm(hidden, weight, targets, sample, out).stats
         if self.with_labels and self.saves_logits:
-            _put_label_logits(out, targets, stats)
+            _put_label_logits(out, targets, side.logit_scale, stats)
         return out, stats
 
-    def _logits_again(self, hidden: Tensor, weight: Tensor, targets: ChunkTargets, out: Tensor) -> None:
+    def _logits_again(self, side: LogitsBackend, hidden: Tensor, weight: Tensor, out: Tensor) -> None:
         """The forward's to the bit, by its GEMM: one unit in the last place of the bf16 logit of a class that
         a side is sure of would be an error of 1/8 in a gradient of 0."""
         if not self.saves_logits:
             return write_logits(hidden, weight, out)
         from megatron_fused_ce.logits.scaled_exp import ScaledExp
 
-        assert isinstance(self.base, ScaledExp)
-        return self.base.write_logits(hidden, weight, targets, out)
+        assert isinstance(side, ScaledExp)
+        return side.write_logits(hidden, weight, out)
 
-    def _at_temperature_1(self, logits: Tensor, targets: ChunkTargets) -> RowStatistics:
-        t, form = self.temperature, targets.form
-        form = replace(
-            form,
-            with_weighted=False,
-            with_rest=False,
-            softcap=None if form.softcap is None else form.softcap * t,
-        )
+    def _at_temperature_1(self, logits: Tensor, side: LogitsBackend, targets: Targets) -> RowStatistics:
+        t, cap = self.temperature, side.outputs.softcap
+        cap = None if cap is None else cap * t
+        form = replace(side.outputs, with_weighted=False, with_rest=False, softcap=cap)
         return self.statistics.row_statistics(  # type: ignore[no-any-return]
-            logits, targets.labels, targets.logit_scale * t, False, form
+            logits, targets.labels, side.logit_scale * t, False, form
         )
 
     def _in_precision(self, out: Tensor) -> Tensor:
         """A buffer of the same size in the dtype of the logits."""
-        dtype = self.base.logits_dtype
+        dtype = self.student.logits_dtype
         return out if dtype in (None, out.dtype) else torch.empty_like(out, dtype=dtype)
 
     def _teacher_buffer(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """``[C, V']`` for its logits."""
-        dtype = self.base.logits_dtype or hidden.dtype
+        dtype = self.teacher.logits_dtype or hidden.dtype
         return hidden.new_empty(len(hidden), len(weight), dtype=dtype)
-
-    def _of_teacher(self, targets: ChunkTargets) -> ChunkTargets:
-        form = replace(targets.form, softcap=self.teacher_softcap)
-        return ChunkTargets(targets.labels, self.teacher_scale, form)
 
     @property
     def _labels_apart(self) -> bool:
         return self.with_labels and self.temperature != 1
 
     def settle(
-        self, scores: Scores, targets: ChunkTargets, merged: Merged, matrix: Tensor | None, needs_grad: bool
+        self, scores: Scores, targets: Targets, merged: Merged, matrix: Tensor | None, needs_grad: bool
     ) -> tuple[Merged, dict[str, Tensor]]:
         """A chunk after its exchanges, with the gradient in ``matrix``: its terms (:meth:`_Terms.stacked`) in
         ``merged``, and its outputs, of the divergence this shard's part.
 
         Collectives: one SUM all-reduce ``[C]`` for reverse_kl and jsd, where a gradient is needed.
         """
-        assert targets.comm is not None
+        assert self.comm is not None and targets.labels is not None
         num_tokens = len(targets.labels)
         loss, terms = merged.loss.view(-1, num_tokens), merged.terms.view(4, -1, num_tokens)
         label = terms[:, 2 if self._labels_apart else 0] if self.with_labels else None
-        of_token = self._terms(merged.extra, terms[0], targets, label)
+        of_token = self._terms(merged.extra, terms[0], num_tokens, label)
         sums = None
-        student, teacher = self._sides(scores.beside, targets, of_token)
+        student, teacher = self._sides(scores.beside, of_token)
         with phase("statistics"):
             if matrix is None or self.kind != "forward_kl":
                 sums, mean = self.rows.divergence_sums(
-                    student, teacher, self.kind, self.beta, targets.form.valid_columns
+                    student, teacher, self.kind, self.beta, self.outputs.valid_columns
                 ).unbind(0)
                 if needs_grad and self.kind != "forward_kl":
-                    mean = targets.comm.sum_over_shards(mean.contiguous())
+                    mean = self.comm.sum_over_shards(mean.contiguous())
                     of_token = of_token._replace(mean=mean)
             of_token = of_token._replace(row_scale=self._row_scale(student, teacher, of_token, targets))
         if matrix is not None:
@@ -325,44 +298,40 @@ class Divergence:
             outputs["entropy"] = OUTPUTS["entropy"].value(Rows(Merged(loss[0], terms[:, 0], None, extra)))
         return merged._replace(terms=of_token.stacked()), outputs
 
-    def whole(
-        self, outputs: dict[str, Tensor], others: OrderedTargets | None, comm: VocabParallel
-    ) -> dict[str, Tensor]:
+    def whole(self, made: dict[str, Tensor], others: OrderedTargets | None) -> dict[str, Tensor]:
         """Collectives: one SUM all-reduce of all tokens' divergences."""
-        assert isinstance(others, Teacher)
+        assert isinstance(others, Teacher) and self.comm is not None
         # Of no tokens there is what was asked for alone.
-        divergence = comm.sum_over_shards(outputs.get("divergence", outputs["loss"]).contiguous())
+        divergence = self.comm.sum_over_shards(made.get("divergence", made["loss"]).contiguous())
         loss = divergence.clone()
-        if others.label_weights is not None and "log_prob" in outputs:
-            loss = loss - others.label_weights.view(loss.shape) * outputs["log_prob"].view(loss.shape)
-        return {**outputs, "loss": loss, "divergence": divergence}
+        if others.label_weights is not None and "log_prob" in made:
+            loss = loss - others.label_weights.view(loss.shape) * made["log_prob"].view(loss.shape)
+        return {**made, "loss": loss, "divergence": divergence}
 
     def _terms(
         self,
         extra: ExtraStatistics,  # merged, of both sides
         row_max: Tensor,  # [k, C]: of both sides first
-        targets: ChunkTargets,
+        num_tokens: int,
         label: Tensor | None,
     ) -> _Terms:
         assert extra.rest is not None and extra.peak is not None
         assert extra.top is not None and extra.beside is not None
-        num_tokens = len(targets.labels)
         rest, owners, top, beside = (
             of.view(-1, num_tokens)[:2] for of in (extra.rest, extra.peak, extra.top, extra.beside)
         )
         # The largest may lie on several shards: any of their columns serves, where its p is 1/2 at most.
         top, beside = top / owners, beside[0] / owners[0]
-        scales = (targets.logit_scale, targets.form.softcap), (self.teacher_scale, self.teacher_softcap)
         log_sums = []
-        for at, (scale, softcap) in enumerate(scales):
+        for at, (scale, softcap) in enumerate(self._scales):
             peak: Tensor | float = 1.0
             if softcap is None:
                 peak = (top[at].double() * scale - row_max[at]).exp()
             log_sum = torch.log1p(rest[at] / peak + (owners[at] - 1))
             log_sums.append(log_sum + 0.0 * row_max[at])  # NaN for an infinite logit
         # A class that the teacher excludes: another constant serves as well.
-        if self.teacher_softcap is None:
-            beside = torch.where(beside.isinf(), top[1] - FAR / self.teacher_scale, beside)
+        if self.teacher.outputs.softcap is None:
+            beside = torch.where(beside.isinf(), top[1] - FAR / self.teacher.logit_scale, beside)
         of_student, of_teacher = log_sums
         ratio, unknown = (of_student - of_teacher).float(), torch.zeros_like(of_student, dtype=torch.float32)
         of_student, of_teacher = of_student.float(), of_teacher.float()
@@ -378,20 +347,13 @@ class Divergence:
             label,
         )
 
-    def _sides(self, logits: tuple[Tensor, ...], targets: ChunkTargets, terms: _Terms) -> tuple[Side, Side]:
+    def _sides(self, logits: tuple[Tensor, ...], terms: _Terms) -> tuple[Side, Side]:
         beside = None if self.kind == "forward_kl" else terms.beside
-        cap, teacher_cap = targets.form.softcap, self.teacher_softcap
+        of_student, of_teacher = self._scales
+        teacher = logits[1], terms.teacher_top, terms.teacher_log_sum, *of_teacher
         return (
-            Side(logits[0], terms.top, terms.log_sum, targets.logit_scale, cap),
-            Side(
-                logits[1],
-                terms.teacher_top,
-                terms.teacher_log_sum,
-                self.teacher_scale,
-                teacher_cap,
-                terms.log_ratio,
-                beside,
-            ),
+            Side(logits[0], terms.top, terms.log_sum, *of_student),
+            Side(*teacher, log_ratio=terms.log_ratio, beside=beside),
         )
 
     def _gradient(
@@ -399,7 +361,7 @@ class Divergence:
         student: Side,
         teacher: Side,
         terms: _Terms,
-        targets: ChunkTargets,
+        targets: Targets,
         out: Tensor,
         with_sums: bool,
     ) -> Tensor | None:
@@ -419,7 +381,7 @@ class Divergence:
             teacher,
             self.kind,
             self.beta,
-            targets.form.valid_columns,
+            self.outputs.valid_columns,
             terms.mean,
             out,
             label,
@@ -427,7 +389,7 @@ class Divergence:
             with_sums,
         )
 
-    def _row_scale(self, student: Side, teacher: Side, terms: _Terms, targets: ChunkTargets) -> Tensor:
+    def _row_scale(self, student: Side, teacher: Side, terms: _Terms, targets: Targets) -> Tensor:
         """``[C]``: 1; for fp16 the inverse of the powers of two times which gradients are saved.
 
         Each entry of a row is at most 1, or ``KL + 1 / e`` for reverse_kl (docs/math.md), and of the label's
@@ -446,7 +408,7 @@ class Divergence:
         _, exponent = torch.frexp(bound)
         return torch.ldexp(torch.ones_like(bound), exponent.clamp(max=64) - FP16_BITS)
 
-    def bound_of(self, terms: Tensor | None, row_scale: Tensor | None, targets: ChunkTargets) -> Tensor:
+    def bound_of(self, terms: Tensor | None, row_scale: Tensor | None, targets: Targets) -> Tensor:
         if row_scale is None:
             assert terms is not None
             row_scale = _Terms.of(terms).row_scale
@@ -458,7 +420,7 @@ class Divergence:
         weights = others.label_weights
         return bound if weights is None else bound + weights.abs() * self.temperature
 
-    def finalize(self, matrix: Tensor, targets: ChunkTargets, scores: Scores, merged: Merged) -> Tensor:
+    def finalize(self, matrix: Tensor, targets: Targets, scores: Scores, merged: Merged) -> Tensor:
         """The gradient is there (:meth:`settle`); 1, or the inverse of fp16's factors."""
         return _Terms.of(merged.terms).row_scale.contiguous()
 
@@ -466,8 +428,8 @@ class Divergence:
         self,
         matrix: Tensor,
         row_scale: Tensor | None,
-        targets: ChunkTargets,
-        terms: TokenTerms | None,
+        targets: Targets,
+        terms: Tensor | None,
         upstream: Upstream,
         out: Tensor | None,
     ) -> LogitsGrad:
@@ -482,23 +444,22 @@ class Divergence:
         self,
         hidden: Tensor,
         weight: Tensor,
-        targets: ChunkTargets,
-        terms: TokenTerms,
+        targets: Targets,
+        terms: Tensor,
         upstream: Upstream,
         logits: Tensor,
         out: Tensor,
     ) -> LogitsGrad:
-        """Collectives: those of :func:`_start_teacher`, under the student's GEMM."""
-        assert terms.all_rows is not None
-        teacher_hidden, gathered = _start_teacher(targets)
+        """Collectives: those of :meth:`_start_teacher`, under the student's GEMM."""
+        teacher_hidden, gathered = self._start_teacher(targets)
         student_out, teacher_weight = self._in_precision(logits), _teacher(targets).weight
-        self._logits_again(hidden, weight, targets, student_out)
+        self._logits_again(self.student, hidden, weight, student_out)
         gathered.wait()
         teacher_out = self._teacher_buffer(teacher_hidden, teacher_weight)
-        self._logits_again(teacher_hidden, teacher_weight, self._of_teacher(targets), teacher_out)
-        of_token = _Terms.of(terms.all_rows)
+        self._logits_again(self.teacher, teacher_hidden, teacher_weight, teacher_out)
+        of_token = _Terms.of(terms)
         both = student_out, teacher_out
-        student, teacher = self._sides(both, targets, of_token)
+        student, teacher = self._sides(both, of_token)
         self._gradient(student, teacher, of_token, targets, out, False)
         return self.grad_from_saved(out, of_token.row_scale, targets, None, upstream, out)
 
@@ -512,13 +473,12 @@ class Divergence:
         torch.mul(x.float(), scale.view(-1, 1) if scale.dim() else scale, out=out)
 
 
-def _put_label_logits(logits: Tensor, targets: ChunkTargets, stats: RowStatistics) -> None:
+def _put_label_logits(logits: Tensor, targets: Targets, logit_scale: float, stats: RowStatistics) -> None:
     """Write the labels' logits into their columns, where the scaled-exp GEMM leaves -inf."""
     _, _, _, of_label = stats.shard
+    assert targets.labels is not None
     columns = targets.labels.clamp(0, logits.shape[1] - 1).unsqueeze(-1)
-    raw = torch.where(
-        of_label == NOT_HERE, logits.gather(-1, columns).squeeze(-1), of_label / targets.logit_scale
-    )
+    raw = torch.where(of_label == NOT_HERE, logits.gather(-1, columns).squeeze(-1), of_label / logit_scale)
     logits.scatter_(-1, columns, raw.unsqueeze(-1).to(logits.dtype))
 
 

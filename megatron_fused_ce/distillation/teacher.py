@@ -11,14 +11,13 @@ from torch import Tensor
 
 from megatron_fused_ce.config import FP32_LIMIT, FusedCEConfig
 from megatron_fused_ce.distillation.rows import Divergence, Teacher, divergence_rows
-from megatron_fused_ce.head import autocast
-from megatron_fused_ce.head.call import Call, OtherTargets
-from megatron_fused_ce.head.spec import CallSpec
+from megatron_fused_ce.head.call import Call, OtherTargets, in_autocast_dtype
+from megatron_fused_ce.head.spec import Spec
 from megatron_fused_ce.head.targets import in_token_order
 from megatron_fused_ce.head.validation import DTYPES
 from megatron_fused_ce.kernels.records import DIVERGENCES
 from megatron_fused_ce.logits import LogitsBackend, choose
-from megatron_fused_ce.losses.form import MADE_ELSEWHERE
+from megatron_fused_ce.losses.outputs import MADE_ELSEWHERE
 from megatron_fused_ce.ranks.collectives import VocabParallel, collective_device, raise_if_any
 
 
@@ -81,7 +80,7 @@ class Distillation(OtherTargets):
     def in_autocast(self) -> Distillation:
         if not (isinstance(self.hidden, Tensor) and isinstance(self.weight, Tensor)):
             return self
-        hidden, weight = autocast.cast(self.hidden, self.weight)
+        hidden, weight = in_autocast_dtype(self.hidden, self.weight)
         return replace(self, hidden=hidden, weight=weight)
 
     def of_head(self) -> Hashable:
@@ -108,27 +107,33 @@ class Distillation(OtherTargets):
         t, cap = call.temperature, self.logit_softcap
         assert not isinstance(t, Tensor)
         rows, statistics = divergence_rows(call.hidden.device)
+        student = replace(base, outputs=replace(base.outputs, with_rest=True), comm=None)
+        of_teacher = replace(student.outputs, softcap=None if cap is None else cap / t)
         return Divergence(
-            base,
-            statistics,
-            rows,
-            self.divergence,
-            self.beta,
-            t,
-            self.logit_scale / t,
-            None if cap is None else cap / t,
-            self.with_labels,
-            call.hidden.dtype != torch.float16,
+            outputs=base.outputs,
+            logit_scale=base.logit_scale,
+            comm=base.comm,
+            token_ops=base.token_ops,
+            saves_logits=base.saves_logits,
+            saves_e=call.hidden.dtype != torch.float16,  # whose range is too small for rows without factors
+            student=student,
+            teacher=replace(student, outputs=of_teacher, logit_scale=self.logit_scale / t),
+            statistics=statistics,
+            rows=rows,
+            kind=self.divergence,
+            beta=self.beta,
+            temperature=t,
+            with_labels=self.with_labels,
         )
 
-    def in_order(self, labels: Tensor, num_rows: int, config: FusedCEConfig, spec: CallSpec) -> Teacher:
+    def in_order(self, labels: Tensor, num_rows: int, config: FusedCEConfig, spec: Spec) -> Teacher:
         """Collectives: one all-gather of ``[T, H_t]``, where the teacher's tokens are split over the ranks
         and the student's are not.
         """
         comm, weights = spec.comm, self.label_weights
         if isinstance(weights, Tensor):
             given, weights = weights, in_token_order(weights.detach().float(), labels, comm.num_parts)
-            read_again = any(spec.needs_grad) and spec.remakes_logits  # else what they make is saved
+            read_again = spec.needs_grad and spec.plan.remakes  # else what they make is saved
             if read_again and weights.data_ptr() == given.data_ptr():
                 weights = weights.clone()  # whose caller may refill its buffer before the backward
         elif weights is not None:

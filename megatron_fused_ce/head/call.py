@@ -1,4 +1,4 @@
-"""TODO."""
+"""A call of the head: what the caller gave, before anything is checked."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_fused_ce.config import FusedCEConfig, why_no_config
-from megatron_fused_ce.head import autocast
 from megatron_fused_ce.head.grad_weight import OpenGradWeight, ReturnedGradWeight
 from megatron_fused_ce.head.host_copy import HostCopy
 from megatron_fused_ce.head.promise import UNNAMED, Head
@@ -21,7 +21,7 @@ from megatron_fused_ce.losses.terms import Term
 from megatron_fused_ce.ranks.collectives import VocabParallel
 
 if TYPE_CHECKING:
-    from megatron_fused_ce.head.spec import CallSpec
+    from megatron_fused_ce.head.spec import Spec
 
 DEFAULT_CONFIG = FusedCEConfig()
 
@@ -92,7 +92,7 @@ class OtherTargets:
         return base
 
     def in_order(
-        self, labels: Tensor, num_rows: int, config: FusedCEConfig, spec: CallSpec
+        self, labels: Tensor, num_rows: int, config: FusedCEConfig, spec: Spec
     ) -> OrderedTargets | None:
         """In the order of the hidden states; ``num_rows``: of the weight."""
         return None
@@ -102,7 +102,7 @@ NOTHING_ELSE = OtherTargets()
 
 
 class Call(NamedTuple):
-    """Everything one head call is given: the arguments of :mod:`.op`'s and :mod:`.rl`'s functions."""
+    """Everything one call is given: the arguments of the public functions, and what the adapter adds."""
 
     hidden: Tensor  # [s, b, H] or [T, H]; this rank's part with sequence parallelism
     weight: Tensor  # [V, H]
@@ -110,31 +110,29 @@ class Call(NamedTuple):
     tp_group: dist.ProcessGroup | None = None
     sequence_parallel: bool = False
     token_weights: Tensor | None = None  # the labels' shape
-    #: whether they are those that :func:`.rl.token_log_probs` works on, for errors
-    active_mask: bool = False
     vocab_start: int | None = None
     config: FusedCEConfig = DEFAULT_CONFIG
-    #: see :func:`.op.fused_linear_token_outputs`
+    #: names of outputs beside the loss, and those of them that carry gradients
     outputs: tuple[str, ...] = ()
-    differentiable: tuple[str, ...] = ()  # which of the outputs carry gradients
-    #: see :func:`.op.fused_linear_loss`: of ``loss`` and of outputs, by their names
+    differentiable: tuple[str, ...] = ()
+    #: the caller's own loss and outputs, by their names: :func:`.fused_linear_loss`
     terms: tuple[tuple[str, Term], ...] = ()
-    #: with which labels may be outside the vocabulary, for none
+    #: a teacher, or K labels a token; ``labels`` may then all be outside the vocabulary
     other_targets: OtherTargets = NOTHING_ELSE
-    #: see :func:`.rl.token_log_probs`, also for the next two; a tensor is in the labels' shape
+    #: as for :func:`.rl.token_log_probs`, also the next two; a tensor is in the labels' shape
     temperature: float | Tensor = 1.0
     zero_unknown: bool = False
     reduce_grad_hidden: bool = True
+    #: also give each token's largest logit in this shard and its column
+    with_argmax: bool = False
     #: what the caller found wrong with its own arguments, to be raised on every rank
     caller_error: Exception | None = None
-    #: also give each token's largest logit in this shard and its row
-    with_argmax: bool = False
-    #: with ``config.skip_masked``: what :func:`.masked_tokens.count` started earlier for these token weights;
-    #: else it is counted here, and the host waits
+    #: with ``config.skip_masked``: what :func:`.tokens.count` started earlier for these token weights; else
+    #: the call starts it, and the host waits
     unmasked: HostCopy | None = None
-    #: makes the wgrad accumulator (:mod:`.wgrad`)
+    #: opens the wgrad accumulator (:mod:`.grad_weight`)
     open_grad_weight: OpenGradWeight = ReturnedGradWeight
-    #: calls that wait for their backward together, for plans of memory
+    #: calls that wait for their backward together, for the plan of memory
     uses_in_flight: int = 1
     #: whose calls these are; heads of different weights, or of different losses, are best told apart
     head: Head = UNNAMED
@@ -151,7 +149,7 @@ class Call(NamedTuple):
         on_device = isinstance(hidden, Tensor) and not hidden.is_meta
         if on_device and torch.is_autocast_enabled(hidden.device.type):
             if isinstance(weight, Tensor):
-                hidden, weight = autocast.cast(hidden, weight)
+                hidden, weight = in_autocast_dtype(hidden, weight)
             others = call.other_targets.in_autocast()
             call = call._replace(hidden=hidden, weight=weight, other_targets=others)
         return call
@@ -168,3 +166,37 @@ class Call(NamedTuple):
 
 
 _NOTHING = nullcontext()
+
+
+def in_autocast_dtype(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Cast both to autocast's dtype, which is on for the device of ``hidden``.
+
+    The weight is cast as in ``F.linear``: one copy for all calls inside the outermost context.
+    """
+    dtype = torch.get_autocast_dtype(hidden.device.type)
+    cached = _cached(weight, dtype)
+    return hidden.to(dtype), weight.to(dtype) if cached is None else cached
+
+
+def _cached(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """The weight's copy in autocast's own cache, created if needed; None if autocast does not cache it.
+
+    Only autograd gives access to it: a GEMM of no rows saves it for its backward. A cache of this package
+    would have to know when the context ends, and would miss writes through ``.data``.
+    """
+    if (
+        not torch.is_autocast_cache_enabled()
+        or type(weight) not in (Tensor, torch.nn.Parameter)
+        or weight.dtype != torch.float32
+        or weight.dim() != 2
+        or not (weight.requires_grad and weight.is_leaf)
+        or weight.is_inference()
+    ):
+        return None
+    with torch.inference_mode(False), torch.enable_grad():
+        no_rows = weight.new_empty(0, weight.shape[1], dtype=dtype).requires_grad_()
+        transposed = getattr(F.linear(no_rows, weight).grad_fn, "_saved_mat2", None)
+        if transposed is None or not transposed.requires_grad:  # cached under no_grad
+            return None
+        copy: Tensor = transposed.t()
+        return copy if copy.dtype == dtype and copy.shape == weight.shape else None

@@ -6,95 +6,26 @@ would lose precision with the number of chunks (docs/math.md).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_fused_ce.head import autocast
 from megatron_fused_ce.head.promise import Verdict
-from megatron_fused_ce.ranks.collectives import VocabParallel
 
 
-class GradWeight(Protocol):
-    """A wgrad accumulator."""
-
-    def add(self, grad_logits: Tensor, hidden: Tensor) -> None:
-        """Add ``grad_logits.T @ hidden`` of one chunk: ``[C, V]`` and ``[C, H]``, one dtype."""
-
-    def add_total(self, total: Tensor, scale: Tensor, verdict: Verdict) -> bool:
-        """Add ``scale * total``, fp32 ``[]`` times fp32 ``[V, H]``, if the promise was kept; whether it was.
-
-        The host waits for the verdict, where it can behind the launch of the addition, which then reads the
-        device's flag itself. ``total`` may be overwritten, whatever the verdict.
-        """
-
-    def close(self, inv_scale: Tensor | None) -> Tensor | None:
-        """Return the weight's gradient for autograd. ``inv_scale`` undoes a scale of everything added."""
-
-    def spoil(self) -> None:
-        """Make the gradient NaN, whatever is added before or after."""
-
-    def abandon(self) -> None:
-        """After a failed backward: leave no partial sum that could be taken for the whole."""
-
-
-#: Opens a wgrad accumulator: (weight, number of GEMMs, whether a scale is to be undone).
-OpenGradWeight = Callable[[Tensor, int, bool], GradWeight]
-
-
-class OpenedAccumulators:
-    """An :data:`OpenGradWeight` that remembers the accumulators it opened, to abandon them all."""
-
-    #: whether the gradient is to be NaN
-    spoilt = False
-
-    def __init__(self, open_grad_weight: OpenGradWeight) -> None:
-        self._open = open_grad_weight
-        self._opened: list[GradWeight] = []
-
-    def __call__(self, weight: Tensor, num_gemms: int, scaled: bool) -> GradWeight:
-        accumulator = self._open(weight, num_gemms, scaled)
-        self._opened.append(accumulator)
-        if self.spoilt:
-            accumulator.spoil()
-        return accumulator
-
-    @contextmanager
-    def or_abandoned(self, comm: VocabParallel, device: torch.device) -> Iterator[None]:
-        """A backward, with autocast off. After an exception: no partial sum is left, then running
-        collectives are waited for."""
-        try:
-            with autocast.off(device):
-                yield
-        except BaseException:
-            for accumulator in self._opened:
-                accumulator.abandon()
-            comm.join(device)
-            raise
-
-
-def kind_of(open_grad_weight: OpenGradWeight) -> str:
-    """Name in ``head_bytes.WGRAD_ACCUMULATORS``, for the memory plan: the function's attribute ``kind``."""
-    return str(getattr(open_grad_weight, "kind", "returned"))
-
-
-class HeldGradWeight:
-    """Sums the chunks in an fp32 buffer ``[V, H]``, allocated at the first.
-
-    ``grad_in_forward`` holds one until the backward opens its wgrad accumulator; the accumulators below use
-    one where they cannot add a chunk in place.
-    """
+class GradWeight:
+    """The fp32 sum ``[V, H]`` over the chunks, allocated at the first; ``grad_in_forward`` holds it until its
+    backward opens an :class:`Accumulator`."""
 
     def __init__(self, weight: Tensor) -> None:
         self._weight = weight
         self.sum: Tensor | None = None
 
     def add(self, grad_logits: Tensor, hidden: Tensor) -> None:
-        """Add one chunk, as :meth:`GradWeight.add`."""
+        """Add ``grad_logits.T @ hidden`` of one chunk: ``[C, V]`` and ``[C, H]``, one dtype."""
         first = self.sum is None
         if self.sum is None:
             self.sum = torch.empty(self._weight.shape, dtype=torch.float32, device=self._weight.device)
@@ -107,30 +38,63 @@ class HeldGradWeight:
         return self.sum if inv_scale is None else self.sum.mul_(inv_scale)
 
 
-class ReturnedGradWeight:
+class Accumulator(GradWeight):
+    """The wgrad accumulator of a backward, whose result autograd gets."""
+
+    def add_total(self, total: Tensor, scale: Tensor, verdict: Verdict) -> bool:
+        """Add ``scale * total``, fp32 ``[]`` times fp32 ``[V, H]``, if the promise was kept; whether it was.
+
+        The host waits for the verdict, where it can behind the launch of the addition, which then reads the
+        device's flag itself. ``total`` may be overwritten, whatever the verdict.
+        """
+        raise NotImplementedError
+
+    def close(self, inv_scale: Tensor | None) -> Tensor | None:
+        """Return the weight's gradient for autograd. ``inv_scale`` undoes a scale of everything added."""
+        raise NotImplementedError
+
+    def spoil(self) -> None:
+        """Make the gradient NaN, whatever is added before or after."""
+        raise NotImplementedError
+
+    def abandon(self) -> None:
+        """After a failed backward: leave no partial sum that could be taken for the whole."""
+
+
+#: Opens one: (weight, number of products, whether a scale is to be undone). Its attribute ``kind``, a name of
+#: :data:`.WGRAD_ACCUMULATORS`, is for the plan of memory.
+OpenGradWeight = Callable[[Tensor, int, bool], Accumulator]
+
+
+def kind_of(open_grad_weight: OpenGradWeight) -> str:
+    """Name in :data:`.WGRAD_ACCUMULATORS`."""
+    return str(getattr(open_grad_weight, "kind", "returned"))
+
+
+class ReturnedGradWeight(Accumulator):
     """Returns ``grad_weight`` to autograd in the weight's dtype.
 
-    Accumulates in an fp32 buffer of ``4 * V * H`` bytes; a single unscaled GEMM needs none.
+    A single unscaled product is written in that dtype at once, without the fp32 sum of ``4 * V * H`` bytes.
     """
 
-    def __init__(self, weight: Tensor, num_gemms: int, scaled: bool) -> None:
-        self._dtype = weight.dtype
-        self._direct = num_gemms == 1 and not scaled
+    def __init__(self, weight: Tensor, num_products: int, scaled: bool) -> None:
+        super().__init__(weight)
+        self._direct = num_products == 1 and not scaled
         self._grad: Tensor | None = None
-        self._held = HeldGradWeight(weight)
         self._spoilt = False
 
     def add(self, grad_logits: Tensor, hidden: Tensor) -> None:
         if self._direct:
             self._grad = torch.mm(grad_logits.t(), hidden)
         else:
-            self._held.add(grad_logits, hidden)
+            super().add(grad_logits, hidden)
 
     def add_total(self, total: Tensor, scale: Tensor, verdict: Verdict) -> bool:
-        if total.is_cuda and self._dtype != torch.float32:
+        dtype = self._weight.dtype
+        if total.is_cuda and dtype != torch.float32:
             from megatron_fused_ce.kernels import scaled_exp_rows
 
-            grad = scaled_exp_rows.scaled_copy(total, scale, self._dtype)
+            grad = scaled_exp_rows.scaled_copy(total, scale, dtype)
         else:
             grad = total.mul_(scale)
         if verdict.kept:
@@ -138,22 +102,19 @@ class ReturnedGradWeight:
         return verdict.kept
 
     def close(self, inv_scale: Tensor | None) -> Tensor | None:
-        grad = self._grad
-        grad = (self._held.total(inv_scale) if grad is None else grad).to(self._dtype)
+        grad = self.total(inv_scale) if self._grad is None else self._grad
+        grad = grad.to(self._weight.dtype)
         return grad.fill_(torch.nan) if self._spoilt else grad
 
     def spoil(self) -> None:
         self._spoilt = True
 
-    def abandon(self) -> None:
-        """Nothing to do: the sum was not handed out."""
 
-
-class InPlaceGradWeight:
+class InPlaceGradWeight(Accumulator):
     """Adds into an existing gradient buffer, such as Megatron's ``main_grad``.
 
     Chunks are added to an fp32 buffer in place, one by one. For any other dtype, or with a scale to undo,
-    they are summed in fp32 first (``4 * V * H`` bytes) and added once, after the backward's last GEMM is
+    they are summed in fp32 first (``4 * V * H`` bytes) and added once, after the backward's last product is
     launched.
 
     A backward that fails leaves the buffer as it was or, if some chunk was added already, full of NaN, which
@@ -166,9 +127,8 @@ class InPlaceGradWeight:
         scaled: bool,
         returned: Callable[[], Tensor | None],
     ) -> None:
-        self._buffer = buffer
-        self._returned = returned
-        self._held = HeldGradWeight(buffer)
+        super().__init__(buffer)
+        self._buffer, self._returned = buffer, returned
         self._in_place = buffer.dtype == torch.float32 and not scaled
         self._touched = False
 
@@ -177,7 +137,7 @@ class InPlaceGradWeight:
             self._touched = True
             accumulate_(self._buffer, grad_logits, hidden)
         else:
-            self._held.add(grad_logits, hidden)
+            super().add(grad_logits, hidden)
 
     def add_total(self, total: Tensor, scale: Tensor, verdict: Verdict) -> bool:
         buffer = self._buffer
@@ -198,9 +158,9 @@ class InPlaceGradWeight:
         return True
 
     def close(self, inv_scale: Tensor | None) -> Tensor | None:
-        if self._held.sum is not None:
+        if self.sum is not None:
             self._touched = True
-            self._buffer.add_(self._held.total(inv_scale))
+            self._buffer.add_(self.total(inv_scale))
         return self._returned()
 
     def spoil(self) -> None:

@@ -20,13 +20,12 @@ import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_fused_ce.head.host_copy import HostCopy
-from megatron_fused_ce.ranks.agreement import HeadOfGroup
 from megatron_fused_ce.ranks.collectives import largest_over_ranks
 
 #: Largest relative difference of one token's ``g`` from ``c * w``. A multiplication in fp32 rounds by 2**-24;
@@ -87,6 +86,15 @@ class Head:
 #: The head of calls that name none.
 UNNAMED = Head("a head")
 
+
+class HeadOfGroup(NamedTuple):
+    """A head with the shards of its weight, which are the same on every rank of its group."""
+
+    head: Head
+    shard_sizes: tuple[int, ...]  # rows of its weight, by rank
+    hidden_size: int
+
+
 #: The same of ``skip_masked``.
 _ASSERTION_OF_SKIPPED = (
     "fused-ce: a token of weight 0 (skip_masked) or outside active_mask was left out and has an upstream "
@@ -94,10 +102,12 @@ _ASSERTION_OF_SKIPPED = (
 )
 
 
-def broken_promise(head: Head, of_group: HeadOfGroup) -> str:
+def broken_promise(of_group: HeadOfGroup) -> str:
     """What a user is told about a broken promise, once."""
+    head, shard_sizes, hidden_size = of_group
+    size = f"{sum(shard_sizes)} rows of {hidden_size}"
     return (
-        f"the upstream gradient of the per-token loss of {head.name} ({of_group}) is not a scalar times the "
+        f"the upstream gradient of the per-token loss of {head.name} ({size}) is not a scalar times the "
         "token weights that grad_in_forward was given (in Megatron: the loss_mask of the model's call). Its "
         "gradients were made again and are right; that took twice the GEMMs of a step. From now on this head "
         "recomputes: four GEMMs instead of three, beside a teacher six instead of four. To save the first "
@@ -223,3 +233,19 @@ class Verdict:
     def lost_not_finite(self) -> bool:
         """Whether a skipped token's upstream gradient is inf or NaN. The host waits."""
         return self._read()[2] > 0
+
+
+def verdict_of(
+    upstream: Tensor,  # [parts, n] fp32, of the loss
+    token_weights: Tensor | None,  # those that gradients were made for; None where none were made
+    lost: Tensor | None,  # int64 [2]: of Kept.count_lost
+    group: Any,
+) -> tuple[Tensor | None, Verdict]:
+    """The scalar for gradients made in the forward, and what the host must know of the upstream gradient.
+
+    Collectives: those of :class:`Verdict`.
+    """
+    if token_weights is None:
+        return None, Verdict(torch.zeros((), dtype=torch.int64, device=upstream.device), None, lost, group)
+    scale, found = fit_scalar(upstream, token_weights)
+    return scale, Verdict(found, scale, lost, group)

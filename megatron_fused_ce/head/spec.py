@@ -1,38 +1,36 @@
-"""A call's fields, their checks, and :class:`CallSpec`: everything derived from shapes, dtypes and options.
+"""What follows from the kind of a call: shapes, dtypes, options, the ranks of its group.
 
-A spec is made at the first call of its kind and cached: validation, the agreement of the ranks, the logits
-backend, the plan with its chunks and the form of the loss. In a training run it is a dictionary's entry from
-the second call on. It holds no tensors but the loss form's constants: weights and activations move from call
-to call.
+A :class:`Spec` is made at the first call of its kind and cached: checks, the agreement of the ranks, the
+logits backend, the plan with its chunks. From the second call on it is a dictionary's entry. It holds no
+tensors but constants of the outputs: weights and activations move from call to call.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Hashable
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_fused_ce.head.call import Call, OtherTargets
-from megatron_fused_ce.head.grad_weight import OpenGradWeight, kind_of
-from megatron_fused_ce.head.promise import Head, broken_promise
+from megatron_fused_ce.head.call import NOTHING_ELSE, Call, OtherTargets
+from megatron_fused_ce.head.grad_weight import kind_of
+from megatron_fused_ce.head.promise import HeadOfGroup, broken_promise
+from megatron_fused_ce.head.tokens import Tokens
 from megatron_fused_ce.head.validation import check_call, check_requested, check_temperature
-from megatron_fused_ce.logits import ChunkTargets, LogitsBackend, OrderedTargets, choose
+from megatron_fused_ce.kernels.records import RowStatistics
+from megatron_fused_ce.logits import LogitsBackend, choose
 from megatron_fused_ce.logits.choose import Requested
-from megatron_fused_ce.losses.form import LossForm
 from megatron_fused_ce.losses.label import loss_of
+from megatron_fused_ce.losses.outputs import OF_SHARD, Outputs
 from megatron_fused_ce.losses.terms import Term
 from megatron_fused_ce.planner import choose as planner
 from megatron_fused_ce.planner import memory
-from megatron_fused_ce.planner.chunks import Chunk
 from megatron_fused_ce.ranks.agreement import (
     GroupHistory,
-    HeadOfGroup,
     Settled,
     Shard,
     check_group,
@@ -46,131 +44,54 @@ from megatron_fused_ce.ranks.collectives import VocabParallel
 #: Specs that a group remembers: the kinds of call of a training run, or as many lengths of dynamic batches.
 MAX_SPECS = 512
 
-
-#: Fields that no spec depends on, or that have a kind of their own in :func:`_key`.
-_NOT_IN_KEY = {"tp_group", "open_grad_weight", "caller_error", "unmasked"}
-#: Fields that may differ between ranks: their tensors' rows, what each finds by itself (:data:`_NO_FACTS`),
-#: and what changes no collective. All others, and the config's, must agree.
-_OF_RANK = {"tp_group", "vocab_start", "open_grad_weight", "head", "caller_error", "unmasked"}
-_TENSORS = [name for name, of in Call.__annotations__.items() if re.search("Tensor|OtherTargets", str(of))]
-_tensors_in_key = attrgetter(*(name for name in _TENSORS if name not in _NOT_IN_KEY))
-_others_in_key = attrgetter(*(name for name in Call._fields if name not in {*_NOT_IN_KEY, *_TENSORS}))
-_AGREED = tuple(name for name in Call._fields if name not in {*_OF_RANK, "config"})
-
-
-class NeedsGrad(NamedTuple):
-    """Which operands get a gradient."""
-
-    hidden: bool
-    weight: bool
+#: Fields of a call that its spec depends on: tensors, by shape, stride, dtype, device and requires_grad; and
+#: options, by value.
+_TENSORS = ("hidden", "weight", "labels", "token_weights", "temperature")
+_OPTIONS = (
+    *("sequence_parallel", "vocab_start", "config", "outputs", "differentiable", "terms", "zero_unknown"),
+    *("reduce_grad_hidden", "with_argmax", "uses_in_flight", "head"),
+)
+#: Options that each rank has for itself; all others, and the config's, must be equal on all ranks.
+_OF_RANK = {"vocab_start", "config", "head"}
+_tensors_of, _options_of = attrgetter(*_TENSORS), attrgetter(*_OPTIONS)
 
 
-class CallSpec(NamedTuple):
-    """Everything that depends on the kind of a call, not on its values."""
+class Spec(NamedTuple):
+    """Everything that depends on the kind of a call, not on its numbers; made once and looked up then."""
 
     comm: VocabParallel
     plan: planner.Plan
-    chunks: tuple[Chunk, ...]
-    logits: LogitsBackend
+    tokens: Tokens  # all of them
+    logits: LogitsBackend  # with outputs and scale of this kind of call
     why_not_scaled_exp: str
-    #: whether the logits backend cannot load hidden states or weight as they lie, and copies them
-    copies: tuple[bool, bool]
-    form: LossForm
-    logit_scale: float
-    with_argmax: bool
+    copies: tuple[bool, bool]  # whether the backend must copy hidden states or weight to load them
     vocab_start: int
-    needs_grad: NeedsGrad
-    #: see :class:`Call`
-    active_mask: bool
-    head: Head
-    #: the head in the history of its group, the same on all ranks
-    key: HeadOfGroup
+    grad_hidden: bool  # which operands get a gradient
+    grad_weight: bool
+    head: HeadOfGroup
     history: GroupHistory
+
+    @property
+    def needs_grad(self) -> bool:
+        return self.grad_hidden or self.grad_weight
+
+    def with_global_ids(self, stats: RowStatistics) -> RowStatistics:
+        """With ``best`` where an output needs it, the global id of the shard's largest logit."""
+        if "best" not in self.logits.outputs.needs:
+            return stats
+        assert stats.argmax is not None
+        best = (stats.argmax + self.vocab_start).float()
+        return stats._replace(extra=stats.extra._replace(best=best))
 
     def promise_was_broken(self) -> None:
         """Let later calls of this head plan without token weights, and tell the user, once."""
-        if self.key not in self.history.broken:
-            self.history.broken.add(self.key)
+        if self.head not in self.history.broken:
+            self.history.broken.add(self.head)
             self.history.forget_specs()  # they were made with the promise
-            self.head.say(broken_promise(self.head, self.key))
-
-    @property
-    def remakes_logits(self) -> bool:
-        """Whether a backward may read labels and statistics for them."""
-        return self.plan.strategy != "store"
-
-    @property
-    def wgrad_at_once(self) -> bool:
-        """Whether one GEMM over all tokens makes ``grad_weight``; ``E`` is then saved in one buffer."""
-        return self.plan.wgrad_at_once and self.needs_grad.weight
-
-    @property
-    def gradients_in_forward(self) -> bool:
-        return self.plan.strategy == "grad_in_forward" and any(self.needs_grad)
-
-    def stores(self, chunk: Chunk) -> bool:
-        """Whether the forward saves the chunk's logits, or ``E``."""
-        return chunk.index < self.plan.stored_chunks and any(self.needs_grad)
-
-    def backward_reads_hidden(self, chunk: Chunk, needs_grad: NeedsGrad) -> bool:
-        return needs_grad.weight or (needs_grad.hidden and not self.stores(chunk))
+            self.head.head.say(broken_promise(self.head))
 
 
-class Context(NamedTuple):
-    """A call's spec, and its own chunks."""
-
-    spec: CallSpec
-    #: the spec's, or fewer where masked tokens are skipped
-    chunks: tuple[Chunk, ...]
-    open_grad_weight: OpenGradWeight
-
-    @property
-    def num_tokens(self) -> int:
-        """``n``: this rank's tokens that are worked on."""
-        return self.chunks[-1].stop if self.chunks else 0
-
-    def split(self, per_token: Tensor, chunk: Chunk) -> Tensor:
-        """The chunk's entries ``[..., C]`` of a tensor ``[..., parts, n]``, rank after rank, contiguous."""
-        if len(self.chunks) > 1:
-            per_token = per_token[..., chunk.start : chunk.stop]
-        # Of one token a rank, flatten gives a strided view.
-        return per_token.flatten(-2).contiguous()
-
-    def rows(self, of_rank: Tensor, chunk: Chunk) -> Tensor:
-        """The chunk's rows of this rank's ``[n, ...]``."""
-        return of_rank if len(self.chunks) == 1 else of_rank[chunk.start : chunk.stop]
-
-    def chunk_of_all(self, of_all: Tensor, chunk: Chunk) -> Tensor:
-        """Rows ``[C, ...]`` of one chunk in a tensor ``[T, ...]`` ordered chunk after chunk."""
-        if len(self.chunks) == 1:
-            return of_all
-        parts = self.spec.comm.num_parts
-        return of_all[parts * chunk.start : parts * chunk.stop]
-
-    def own_part(self, per_token: Tensor) -> Tensor:
-        """This rank's entries ``[n]`` of a chunk's ``[C]``."""
-        comm = self.spec.comm
-        if comm.num_parts == 1:
-            return per_token
-        return per_token.view(comm.num_parts, -1)[comm.part]
-
-    def targets(
-        self,
-        chunk: Chunk,
-        labels: Tensor | None,  # [C]; None where a backward does not read them
-        others: OrderedTargets | None,  # of all tokens
-        inv_temperature: Tensor | None,  # [parts, n]
-    ) -> ChunkTargets:
-        """What the logits backend takes of one chunk beside hidden states and weight."""
-        spec = self.spec
-        if inv_temperature is not None:
-            inv_temperature = self.split(inv_temperature, chunk)
-        if others is not None:
-            others = others.of_chunk(chunk, partial(self.split, chunk=chunk))
-        return ChunkTargets(labels, spec.logit_scale, spec.form, inv_temperature, others, spec.comm)
-
-
-def spec_of(call: Call) -> CallSpec:
+def spec_of(call: Call) -> Spec:
     """The spec of this kind of call, looked up or made.
 
     Whether the ranks compare a call depends on what its group has seen, never on whether a spec was there:
@@ -187,7 +108,7 @@ def spec_of(call: Call) -> CallSpec:
     if key is None or history.unequal or call.config.debug_checks:
         return _make(call, history)
     try:
-        spec: CallSpec | None = history.specs.get(key)
+        spec: Spec | None = history.specs.get(key)
     except TypeError:  # an argument that cannot be hashed: what is wrong with it, the checks will say
         return _make(call, history)
     if spec is None:
@@ -198,20 +119,20 @@ def spec_of(call: Call) -> CallSpec:
 
 
 def _key(call: Call) -> Hashable | None:
-    """All that a spec depends on; None for arguments that no spec can be kept for.
+    """Cache key of a call's spec; None where none is kept.
 
-    Every field, but for the numbers in tensors, and what surrounds the call. Under a CUDA graph's capture no
-    spec is kept: the loss form's constants would be the graph's.
+    Under a CUDA graph's capture none is: constants of the outputs would be the graph's.
     """
     if call.caller_error is not None:
         return None
     hidden, weight = call.hidden, call.weight
     try:
-        others = _others_in_key(call)
+        options = _options_of(call)
         key = (
-            *[given if given is None else _kind(given) for given in _tensors_in_key(call)],
-            others,
-            tuple(map(type, others)),  # True and 1 are equal
+            *[given if given is None else _kind(given) for given in _tensors_of(call)],
+            call.other_targets if call.other_targets is NOTHING_ELSE else _kinds(call.other_targets),
+            options,
+            tuple(map(type, options)),  # True and 1 are equal
             kind_of(call.open_grad_weight),
             torch.is_grad_enabled(),
             # Where TMA may load them.
@@ -226,14 +147,17 @@ def _key(call: Call) -> Hashable | None:
 
 
 def _kind(value: Any) -> Hashable:
-    """A value and its type, of a tensor all but its numbers."""
-    kind = type(value)
+    """Cache key of one argument; of tensors shape, stride, dtype, device, requires_grad."""
     if isinstance(value, Tensor):
-        return kind, value.shape, value.stride(), value.dtype, value.device, value.requires_grad
-    return (kind, *map(_kind, value.kind)) if isinstance(value, OtherTargets) else (kind, value)
+        return type(value), value.shape, value.stride(), value.dtype, value.device, value.requires_grad
+    return type(value), value
 
 
-def _make(call: Call, history: GroupHistory) -> CallSpec:
+def _kinds(others: OtherTargets) -> Hashable:
+    return (type(others), *map(_kind, others.kind))
+
+
+def _make(call: Call, history: GroupHistory) -> Spec:
     reduces = call.reduce_grad_hidden
     comm = VocabParallel.of(call.tp_group, call.sequence_parallel, call.config.merge, reduces)
     local = _LocalView.of(call, comm, history)
@@ -255,43 +179,52 @@ def _make(call: Call, history: GroupHistory) -> CallSpec:
     if settled.facts["without_scaled_exp"] and not local.facts["without_scaled_exp"]:
         logits, why_not = _choose(call, choose.NOT_ON_EVERY_RANK)
     # Not this rank's view of the head: another head of the group may have as many rows here.
-    head = HeadOfGroup(call.head.number, settled.shard_sizes, call.weight.shape[1])
+    head = HeadOfGroup(call.head, settled.shard_sizes, call.weight.shape[1])
     plan = _plan(call, comm, settled, logits, head in history.broken)
-    logits = others.backend(call, logits)
-    needs_grad = torch.is_grad_enabled()
+    comm = replace(comm, beside=plan.count > 1)
     logit_scale, softcap = at_temperature(call)
-    return CallSpec(
-        comm=replace(comm, beside=plan.count > 1),
+    outputs = _outputs(call, comm, settled, vocab_start, softcap, logits.saves_logits)
+    logits = others.backend(call, replace(logits, outputs=outputs, logit_scale=logit_scale, comm=comm))
+    grad_mode = torch.is_grad_enabled()
+    return Spec(
+        comm=comm,
         plan=plan,
-        chunks=plan.cut.chunks,
+        tokens=Tokens(plan.cut.chunks, comm.num_parts, comm.part, plan.capacity),
         logits=logits,
         why_not_scaled_exp=why_not,
         copies=choose.must_copy(logits, call.hidden, call.weight),
-        form=LossForm.of_shard(
-            replace(call.config, logit_softcap=softcap),
-            num_rows=call.weight.shape[0],
-            vocab_start=vocab_start,
-            device=call.hidden.device,
-            saves_logits=logits.saves_logits,
-            loss=_loss_of(call),
-            outputs=call.outputs,
-            terms=dict(call.terms),
-            differentiable=call.differentiable,
-            equal_to_loss=others.equal_to_loss,
-            num_classes=_num_classes(call, comm, settled),
-            zero_unknown=call.zero_unknown,
-            num_labels=others.num_labels,
-        ),
-        logit_scale=logit_scale,
-        with_argmax=call.with_argmax,
         vocab_start=vocab_start,
-        needs_grad=NeedsGrad(
-            needs_grad and call.hidden.requires_grad, needs_grad and call.weight.requires_grad
-        ),
-        active_mask=call.active_mask,
-        head=call.head,
-        key=head,
+        grad_hidden=grad_mode and call.hidden.requires_grad,
+        grad_weight=grad_mode and call.weight.requires_grad,
+        head=head,
         history=history,
+    )
+
+
+def _outputs(
+    call: Call,
+    comm: VocabParallel,
+    settled: Settled,
+    vocab_start: int,
+    softcap: float | None,
+    saves_logits: bool,  # the backend's: statistics must be those of the rounded logits that it saves
+) -> Outputs:
+    config, num_rows, valid_columns = call.config, call.weight.shape[0], None
+    if config.true_vocab_size is not None:
+        real_columns = min(max(config.true_vocab_size - vocab_start, 0), num_rows)
+        valid_columns = torch.full((1,), real_columns, dtype=torch.int64, device=call.hidden.device)
+    return Outputs.of(
+        _loss_of(call),
+        (*call.outputs, *(OF_SHARD if call.with_argmax else ())),
+        dict(call.terms),
+        call.zero_unknown,
+        call.other_targets.num_labels,
+        softcap=softcap,
+        valid_columns=valid_columns,
+        rounded=config.logit_precision == "activations" or saves_logits,
+        differentiable=call.differentiable,
+        equal_to_loss=call.other_targets.equal_to_loss,
+        num_classes=_num_classes(call, comm, settled),
     )
 
 
@@ -489,8 +422,8 @@ def _all_sizes(comm: VocabParallel, settled: Settled, instead: str) -> tuple[int
 def _must_agree(call: Call) -> dict[str, str]:
     """What must be equal on every rank, in words, by the name that an error gives it."""
     words = {"grad mode": _grad_mode(call)}
-    words |= {name: _in_words(getattr(call, name)) for name in _AGREED}
-    words["labels or teacher"] = words.pop("other_targets")
+    words |= {name: _in_words(getattr(call, name)) for name in (*_TENSORS, *_OPTIONS) if name not in _OF_RANK}
+    words["labels or teacher"] = _in_words(call.other_targets)
     words["terms"] = ", ".join(f"{name} {term.in_words()}" for name, term in call.terms)
     rows_differ = call.weight[:0] if isinstance(call.weight, Tensor) else None
     words["weight"] = _in_words(rows_differ)

@@ -1,4 +1,4 @@
-"""Leaves tokens of weight 0 out of every GEMM.
+"""The tokens that a call works on: cut into chunks, and without those of weight 0 where these are skipped.
 
 All ranks of the tensor-parallel group must work on the same number of tokens. So each part (one of R with
 sequence parallelism) is cut to ``m`` tokens, the unmasked tokens of the part that has the most; the other
@@ -19,7 +19,52 @@ from torch import Tensor
 
 from megatron_fused_ce.head.host_copy import HostCopy
 from megatron_fused_ce.losses.statistics import Upstream
+from megatron_fused_ce.planner.chunks import Chunk, first_tokens
 from megatron_fused_ce.ranks.collectives import largest_over_ranks
+
+
+class Tokens(NamedTuple):
+    """Chunks of a call's tokens, and their slices of tensors."""
+
+    chunks: tuple[Chunk, ...]
+    num_parts: int  # ranks that hold different tokens: R with sequence parallelism, else 1
+    part: int  # which of the parts is this rank's
+    capacity: int  # tokens of the longest chunk over all parts, for buffers
+
+    @property
+    def num(self) -> int:
+        """``n``: this rank's tokens."""
+        return self.chunks[-1].stop if self.chunks else 0
+
+    def split(self, per_token: Tensor, chunk: Chunk) -> Tensor:
+        """The chunk's entries ``[..., C]`` of a tensor ``[..., parts, n]``, rank after rank, contiguous."""
+        if len(self.chunks) > 1:
+            per_token = per_token[..., chunk.start : chunk.stop]
+        # Of one token a rank, flatten gives a strided view.
+        return per_token.flatten(-2).contiguous()
+
+    def rows(self, of_rank: Tensor, chunk: Chunk) -> Tensor:
+        """The chunk's rows of this rank's ``[n, ...]``."""
+        return of_rank if len(self.chunks) == 1 else of_rank[chunk.start : chunk.stop]
+
+    def of_all(self, matrix: Tensor, chunk: Chunk) -> Tensor:
+        """Rows ``[C, ...]`` of one chunk in a tensor ``[T, ...]`` ordered chunk after chunk."""
+        if len(self.chunks) == 1:
+            return matrix
+        return matrix[self.num_parts * chunk.start : self.num_parts * chunk.stop]
+
+    def size_of(self, chunk: Chunk) -> int:
+        """``C``: its tokens over all parts."""
+        return self.num_parts * (chunk.stop - chunk.start)
+
+    def first(self, num: int) -> Tokens:
+        """The first ``num`` tokens of each part, in the same buffers."""
+        return self._replace(chunks=first_tokens(self.chunks, num))
+
+    def own_part(self, per_token: Tensor) -> Tensor:
+        """This rank's entries ``[n]`` of a chunk's ``[C]``."""
+        return per_token if self.num_parts == 1 else per_token.view(self.num_parts, -1)[self.part]
+
 
 #: ``m`` is rounded up to whole tiles of the GEMMs: fewer sizes for the allocator, at no cost in time.
 ROUND_TO = 128
@@ -137,21 +182,17 @@ def num_kept(largest: int, num_tokens: int) -> int:
     return min(num_tokens, -(-largest // ROUND_TO) * ROUND_TO)
 
 
-def refuse_lost(num_lost: int, active_mask: bool) -> None:
+def refuse_lost(num_lost: int) -> None:
     """Raise if the upstream gradients of left-out tokens are not all 0.
 
     Raises:
         RuntimeError: with their number, and what to do.
     """
-    if num_lost and active_mask:
-        raise RuntimeError(
-            f"{num_lost} tokens outside active_mask (or, with skip_masked, labelled ignore_index) were left "
-            "out, and their upstream gradient is not 0: their part of the gradient was never computed. "
-            "Multiply the loss and its entropy term by the mask, or give one that has every token they use"
-        )
     if num_lost:
         raise RuntimeError(
-            f"{num_lost} tokens of weight 0 were left out (skip_masked), and their upstream gradient is not "
-            "0: their part of the gradient was never computed. Leave --fused-ce-skip-masked (skip_masked) "
-            "out, or give the weights that the loss uses (in Megatron: the loss_mask of the model's call)"
+            f"{num_lost} tokens were left out (outside active_mask; with skip_masked, of weight 0 or "
+            "labelled ignore_index), and their upstream gradient is not 0: their part of the gradient was "
+            "never computed. Multiply the loss and its entropy term by the mask, or give a mask or weights "
+            "that have every token they use (in Megatron: the loss_mask of the model's call), or leave "
+            "skip_masked (--fused-ce-skip-masked) out"
         )

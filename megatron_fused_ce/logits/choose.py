@@ -63,7 +63,7 @@ def choose(
         saves_logits = bool(_saved_as_logits(config, requested))
         gemm = gemm_variants.gemm_for(tokens.device)
         assert gemm is not None
-        return ScaledExp(gemm, saves_logits), ""
+        return ScaledExp(gemm=gemm, saves_logits=saves_logits, saves_e=not saves_logits), ""
     if config.logits_backend == "scaled_exp":
         raise ValueError(
             f"logits_backend='scaled_exp' cannot serve here: {reason}; use 'auto' or 'gemm_rows'"

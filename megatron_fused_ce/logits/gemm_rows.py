@@ -9,72 +9,54 @@ import torch
 from torch import Tensor
 
 from megatron_fused_ce.cli import versions
-from megatron_fused_ce.kernels.records import Merged, RowStatistics
-from megatron_fused_ce.logits import ChunkTargets, LogitsGrad, MadeOfTerms, Scores, rows_torch
+from megatron_fused_ce.logits import LogitsBackend, LogitsGrad, Scores, Targets, rows_torch
 from megatron_fused_ce.losses import statistics
-from megatron_fused_ce.losses.statistics import TokenTerms, Upstream
+from megatron_fused_ce.losses.statistics import Upstream
 from megatron_fused_ce.ranks.phases import phase
 
 
-@dataclass(frozen=True)
-class GemmThenRows(MadeOfTerms):
+@dataclass(frozen=True, kw_only=True)
+class GemmThenRows(LogitsBackend):
     """:class:`.LogitsBackend` by a plain GEMM."""
 
     rows: ModuleType  # kernels.row_kernels or rows_torch
-    token_ops: ModuleType  # kernels.token_kernels or loss
-    logits_dtype: torch.dtype | None = None
 
     name = "gemm_rows"
-    saves_logits = False
-    saves_e = False
-    needs_logits_buffer = True
 
     def logits_gemm(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: ChunkTargets,
-        sample: Tensor | None,
-        out: Tensor | None,
-        with_argmax: bool,
+        self, hidden: Tensor, weight: Tensor, targets: Targets, sample: None, out: Tensor | None
     ) -> Scores:
-        assert out is not None
+        assert out is not None and targets.labels is not None
         with phase("logits"):
             write_logits(hidden, weight, out)
         with phase("statistics"):
-            return self.scores(out, targets, with_argmax)
-
-    def scores(self, logits: Tensor, targets: ChunkTargets, with_argmax: bool) -> Scores:
-        """Statistics of the rows of ``logits`` ``[C, V]``."""
-        return Scores(self.statistics(logits, targets.labels, targets, with_argmax))
-
-    def statistics(
-        self, logits: Tensor, labels: Tensor, targets: ChunkTargets, with_argmax: bool
-    ) -> RowStatistics:
-        return self.rows.row_statistics(  # type: ignore[no-any-return]
-            logits, labels, targets.logit_scale, with_argmax, targets.form, targets.inv_temperature
-        )
-
-    def finalize(self, matrix: Tensor, targets: ChunkTargets, scores: Scores, merged: Merged) -> None:
-        return None
+            stats = self.rows.row_statistics(
+                out,
+                targets.labels,
+                self.logit_scale,
+                self.outputs.with_argmax,
+                self.outputs,
+                targets.inv_temperature,
+            )
+            return Scores(stats)
 
     def grad_from_saved(
         self,
         matrix: Tensor,
         row_scale: Tensor | None,
-        targets: ChunkTargets,
-        terms: TokenTerms | None,
+        targets: Targets,
+        terms: Tensor | None,
         upstream: Upstream,
         out: Tensor | None,
     ) -> LogitsGrad:
-        return row_gradients(self.rows, matrix, targets, terms, upstream, out)
+        return row_gradients(self.rows, self, matrix, targets, terms, upstream, out)
 
     def grad_recomputed(
         self,
         hidden: Tensor,
         weight: Tensor,
-        targets: ChunkTargets,
-        terms: TokenTerms,
+        targets: Targets,
+        terms: Tensor,
         upstream: Upstream,
         logits: Tensor,
         out: Tensor,
@@ -82,28 +64,21 @@ class GemmThenRows(MadeOfTerms):
         write_logits(hidden, weight, logits)
         return self.grad_from_saved(logits, None, targets, terms, upstream, out)
 
-    def scale_rows(self, x: Tensor, row_scale: Tensor, out: Tensor, factor: Tensor | None = None) -> None:
-        raise NotImplementedError("its gradients have no row scale")
-
 
 def row_gradients(
     rows: ModuleType,  # kernels.row_kernels or rows_torch
+    of: LogitsBackend,
     logits: Tensor,  # [C, V]
-    targets: ChunkTargets,
-    terms: TokenTerms | None,
+    targets: Targets,
+    terms: Tensor | None,
     upstream: Upstream,
     out: Tensor | None,  # [C, V]; may be ``logits``
 ) -> LogitsGrad:
     """Gradients of the logits by the row kernels."""
     assert out is not None and terms is not None
+    coefficients = of.outputs.grad_coefficients(terms, upstream)
     rows.row_gradients(
-        logits,
-        targets.labels,
-        targets.form.grad_coefficients(terms, upstream),
-        targets.logit_scale,
-        out,
-        targets.form,
-        targets.inv_temperature,
+        logits, targets.labels, coefficients, of.logit_scale, out, of.outputs, targets.inv_temperature
     )
     return LogitsGrad(out)
 
@@ -139,10 +114,10 @@ def gemm_then_rows(device: torch.device, logits_dtype: torch.dtype | None = None
             f"fp32, and found {torch.__version__}: upgrade torch, or use 'auto'"
         )
     if not by_triton(device):
-        return GemmThenRows(rows_torch, statistics, logits_dtype)
+        return GemmThenRows(rows=rows_torch, token_ops=statistics, logits_dtype=logits_dtype)
     from megatron_fused_ce.kernels import gemm_variants
 
     versions.require("triton", gemm_variants.triton_version())
     from megatron_fused_ce.kernels import row_kernels, token_kernels
 
-    return GemmThenRows(row_kernels, token_kernels, logits_dtype)
+    return GemmThenRows(rows=row_kernels, token_ops=token_kernels, logits_dtype=logits_dtype)

@@ -18,19 +18,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_fused_ce.head.tokens import Kept
 from megatron_fused_ce.kernels.records import NOT_HERE, Merged
-from megatron_fused_ce.logits import ChunkTargets, LogitsGrad, OrderedTargets, Scores, rows_torch
-from megatron_fused_ce.logits.gemm_rows import GemmThenRows
-from megatron_fused_ce.losses.statistics import EMPTY, NO_COLUMN, TokenTerms, Upstream
+from megatron_fused_ce.logits import LogitsGrad, OrderedTargets, Scores, Selection, Targets, rows_torch
+from megatron_fused_ce.logits.gemm_rows import GemmThenRows, write_logits
+from megatron_fused_ce.losses.statistics import EMPTY, NO_COLUMN, Upstream
 from megatron_fused_ce.losses.terms import Rows
 from megatron_fused_ce.planner.chunks import Chunk
+from megatron_fused_ce.ranks.phases import phase
 
 #: In place of a label's logit of -inf, which stands for a label that no shard has.
 LOWEST_FINITE = torch.finfo(torch.float32).min
@@ -42,14 +41,14 @@ class LabelSet(NamedTuple):
     columns: Tensor  # int32, of this shard; NO_COLUMN for others, EMPTY
     shares: Tensor | None  # fp32, of a teacher: its probabilities
 
-    def kept(self, kept: Kept, part: int) -> LabelSet:
+    def kept(self, kept: Selection, part: int) -> LabelSet:
         shares = None if self.shares is None else kept.of_tokens(self.shares)
         return LabelSet(kept.of_tokens(self.columns), shares)
 
     def of_chunk(self, chunk: Chunk, split: Callable[[Tensor], Tensor]) -> LabelSet:
         return LabelSet(split(self.columns), None if self.shares is None else split(self.shares))
 
-    def saved(self, remakes_logits: bool) -> LabelSet:
+    def saved(self, remakes: bool) -> LabelSet:
         return self
 
     def masked(self, upstream: Upstream) -> Upstream:
@@ -58,110 +57,107 @@ class LabelSet(NamedTuple):
         return upstream.map(lambda grad: grad.masked_fill(empty, 0.0) if grad.dim() == 3 else grad)
 
 
-def _of(targets: ChunkTargets) -> LabelSet:
+def _of(targets: Targets) -> LabelSet:
     assert isinstance(targets.others, LabelSet)
     return targets.others
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LabelSetRows(GemmThenRows):
     """:class:`.LogitsBackend` of several labels a token."""
 
-    def scores(self, logits: Tensor, targets: ChunkTargets, with_argmax: bool) -> Scores:
-        """Collectives: those of :func:`largest`."""
-        label, label_logits = largest(logits, targets)
-        return Scores(self.statistics(logits, label, targets, with_argmax), beside=(label_logits,))
+    def logits_gemm(
+        self, hidden: Tensor, weight: Tensor, targets: Targets, sample: None, out: Tensor | None
+    ) -> Scores:
+        """Collectives: those of :meth:`largest`, behind the GEMM."""
+        assert out is not None
+        with phase("logits"):
+            write_logits(hidden, weight, out)
+        with phase("statistics"):
+            label, label_logits = self.largest(out, targets)
+            scale, form = self.logit_scale, self.outputs
+            stats = self.rows.row_statistics(
+                out, label, scale, form.with_argmax, form, targets.inv_temperature
+            )
+            return Scores(stats, beside=(label_logits,))
 
     def settle(
-        self, scores: Scores, targets: ChunkTargets, merged: Merged, matrix: Tensor | None, needs_grad: bool
+        self, scores: Scores, targets: Targets, merged: Merged, matrix: Tensor | None, needs_grad: bool
     ) -> tuple[Merged, dict[str, Tensor]]:
         (label_logits,) = scores.beside
         merged = merged._replace(label_shifts=label_logits - merged.terms[0])
-        form = targets.form
-        return merged, form.finish(Rows(merged, None, form.num_classes, _of(targets).shares))
+        rows = Rows(merged, None, self.outputs.num_classes, _of(targets).shares, scores.stats)
+        return merged, self.outputs.values(rows)
 
-    def grad_from_saved(
-        self,
-        matrix: Tensor,
-        row_scale: Tensor | None,
-        targets: ChunkTargets,
-        terms: TokenTerms | None,
-        upstream: Upstream,
-        out: Tensor | None,
-    ) -> LogitsGrad:
-        assert terms is not None and out is not None
-        row_gradients(self.rows, matrix, targets, terms, upstream, out)
-        return LogitsGrad(out)
-
-    def bound_of(
-        self, terms: Tensor | None, row_scale: Tensor | None, targets: ChunkTargets
-    ) -> Tensor | None:
+    def bound_of(self, terms: Tensor | None, row_scale: Tensor | None, targets: Targets) -> Tensor | None:
         assert terms is not None
-        return targets.form.bound_of(targets.form.rows_saved(terms, _of(targets).shares))
+        return self.outputs.bound_of(self.outputs.rows_of(terms, _of(targets).shares))
 
     def bound_ahead(self, others: OrderedTargets | None) -> Tensor | None:
         """The sum of a teacher's shares: no gradient of its labels is larger."""
         assert isinstance(others, LabelSet)
         return None if others.shares is None else others.shares.sum(0).clamp(min=1.0)
 
+    def largest(self, logits: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
+        """The column of each token's label with the largest logit, :data:`.NO_COLUMN` or :data:`.EMPTY` where
+        another shard has it or none; and the labels' logits over all shards, fp32 ``[K, C]``: NOT_HERE of one
+        that no shard has, -inf of an empty entry.
 
-def largest(logits: Tensor, targets: ChunkTargets) -> tuple[Tensor, Tensor]:
-    """The column of each token's label with the largest logit, :data:`.NO_COLUMN` or :data:`.EMPTY` where
-    another shard has it or none; and the labels' logits over all shards, fp32 ``[K, C]``: NOT_HERE of one
-    that no shard has, -inf of an empty entry.
+        Collectives: a MAX all-reduce of those (R > 1).
+        """
+        columns = _of(targets).columns.t().contiguous().long()  # [C, K]: a row's entries lie near each other
+        products = logits.gather(1, columns.clamp(min=0))
+        s = rows_torch.scaled_logits(products, self.logit_scale, self.outputs.softcap)
+        if targets.inv_temperature is not None:
+            s.mul_(targets.inv_temperature.unsqueeze(1))
+        s = torch.where(columns >= 0, s.clamp_(min=LOWEST_FINITE), -torch.inf)
+        if self.comm is not None:
+            self.comm.take_largest_(s)
+        best = columns.gather(1, s.argmax(1, keepdim=True)).squeeze(1)
+        empty = (columns == EMPTY) | (s == LOWEST_FINITE)
+        return best, torch.where(empty, -torch.inf, s.masked_fill_(s == -torch.inf, NOT_HERE)).t()
 
-    Collectives: a MAX all-reduce of those (R > 1).
-    """
-    columns = _of(targets).columns.t().contiguous().long()  # [C, K]: a row's entries lie near each other
-    products = logits.gather(1, columns.clamp(min=0))
-    s = rows_torch.scaled_logits(products, targets.logit_scale, targets.form.softcap)
-    if targets.inv_temperature is not None:
-        s.mul_(targets.inv_temperature.unsqueeze(1))
-    s = torch.where(columns >= 0, s.clamp_(min=LOWEST_FINITE), -torch.inf)
-    if targets.comm is not None:
-        targets.comm.take_largest_(s)
-    best = columns.gather(1, s.argmax(1, keepdim=True)).squeeze(1)
-    empty = (columns == EMPTY) | (s == LOWEST_FINITE)
-    return best, torch.where(empty, -torch.inf, s.masked_fill_(s == -torch.inf, NOT_HERE)).t()
-
-
-def row_gradients(
-    rows: ModuleType,  # kernels.row_kernels or rows_torch
-    logits: Tensor,  # [C, V]
-    targets: ChunkTargets,
-    terms: TokenTerms,
-    upstream: Upstream,
-    out: Tensor,  # [C, V]; may be ``logits``
-) -> None:
-    """Write the gradients of the logits into ``out``."""
-    form, given = targets.form, _of(targets).columns.t().contiguous()  # [C, K]
-    of_rows = Rows(None, terms, form.num_classes, _of(targets).shares)
-    pull, factor = form.pull(of_rows, upstream)
-    at = torch.where(given == EMPTY, 0.0, pull.of_labels(of_rows).t())
-    columns, place = _stand_ins(given)
-    products = logits.gather(1, columns)
-    own = _of_column(at, columns, place, scratch=out)
-    if out.data_ptr() == logits.data_ptr():
-        out.scatter_(1, columns, products)  # which the places have overwritten
-    of_all, nowhere = at.sum(1), torch.full_like(targets.labels, NO_COLUMN)
-    coefficients = pull._replace(at=of_all).elsewhere(of_rows, factor)
-    rows.row_gradients(logits, nowhere, coefficients, targets.logit_scale, out, form, targets.inv_temperature)
-    del at
-    log_p = of_rows.log_probs.t().gather(1, place)
-    p, others = log_p.exp(), of_all.unsqueeze(1) - own
-    if pull.alpha is not None:
-        others += _column(pull.alpha)
-    if pull.eps is not None:
-        t = (log_p + of_rows.log_sum.unsqueeze(1)).masked_fill_(p == 0, 0.0)
-        others += t.mul_(_column(pull.eps))
-    grad = own.mul_(torch.expm1(log_p)).add_(others.mul_(p))
-    if pull.delta is not None:
-        grad -= _column(pull.delta)
-    grad *= factor.unsqueeze(1)
-    if form.softcap is not None:
-        grad *= rows_torch.softcap_gradient(products, targets.logit_scale, form.softcap)
-    here = given.amax(1, keepdim=True) >= 0  # else column 0 stays as it is
-    out.scatter_(1, columns, torch.where(here, grad.to(out.dtype), out.gather(1, columns)))
+    def grad_from_saved(
+        self,
+        matrix: Tensor,
+        row_scale: Tensor | None,
+        targets: Targets,
+        terms: Tensor | None,
+        upstream: Upstream,
+        out: Tensor | None,
+    ) -> LogitsGrad:
+        assert terms is not None and out is not None
+        form, given = self.outputs, _of(targets).columns.t().contiguous()  # [C, K]
+        of_rows = form.rows_of(terms, _of(targets).shares)
+        pull, factor = form.pull(of_rows, upstream)
+        at = torch.where(given == EMPTY, 0.0, pull.of_labels(of_rows).t())
+        columns, place = _stand_ins(given)
+        products = matrix.gather(1, columns)
+        own = _of_column(at, columns, place, scratch=out)
+        if out.data_ptr() == matrix.data_ptr():
+            out.scatter_(1, columns, products)  # which the places have overwritten
+        of_all, nowhere = at.sum(1), torch.full_like(given[:, 0], NO_COLUMN, dtype=torch.int64)
+        coefficients = pull._replace(at=of_all).elsewhere(of_rows, factor)
+        self.rows.row_gradients(
+            matrix, nowhere, coefficients, self.logit_scale, out, form, targets.inv_temperature
+        )
+        del at
+        log_p = of_rows.log_probs.t().gather(1, place)
+        p, others = log_p.exp(), of_all.unsqueeze(1) - own
+        if pull.alpha is not None:
+            others += _column(pull.alpha)
+        if pull.eps is not None:
+            t = (log_p + of_rows.log_sum.unsqueeze(1)).masked_fill_(p == 0, 0.0)
+            others += t.mul_(_column(pull.eps))
+        grad = own.mul_(torch.expm1(log_p)).add_(others.mul_(p))
+        if pull.delta is not None:
+            grad -= _column(pull.delta)
+        grad *= factor.unsqueeze(1)
+        if form.softcap is not None:
+            grad *= rows_torch.softcap_gradient(products, self.logit_scale, form.softcap)
+        here = given.amax(1, keepdim=True) >= 0  # else column 0 stays as it is
+        out.scatter_(1, columns, torch.where(here, grad.to(out.dtype), out.gather(1, columns)))
+        return LogitsGrad(out)
 
 
 def _column(coefficient: Tensor | float) -> Tensor | float:

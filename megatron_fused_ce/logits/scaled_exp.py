@@ -18,16 +18,15 @@ from megatron_fused_ce.kernels.records import (
     TileStatistics,
 )
 from megatron_fused_ce.kernels.sizes import SAMPLED_ROWS
-from megatron_fused_ce.logits import ChunkTargets, LogitsGrad, MadeOfTerms, OrderedTargets, Scores
+from megatron_fused_ce.logits import LogitsBackend, LogitsGrad, OrderedTargets, Scores, Targets
 from megatron_fused_ce.logits.gemm_rows import row_gradients
-from megatron_fused_ce.losses.form import LossForm
-from megatron_fused_ce.losses.statistics import TokenTerms, Upstream
-from megatron_fused_ce.ranks.collectives import VocabParallel, Work
+from megatron_fused_ce.losses.statistics import Upstream
+from megatron_fused_ce.ranks.collectives import Work
 from megatron_fused_ce.ranks.phases import phase
 
 
-@dataclass(frozen=True)
-class ScaledExp(MadeOfTerms):
+@dataclass(frozen=True, kw_only=True)
+class ScaledExp(LogitsBackend):
     """:class:`.LogitsBackend` by the scaled-exp GEMM.
 
     ``saves_logits``: where gradients are no multiple of ``E`` it writes logits, from whose rounded values its
@@ -35,30 +34,23 @@ class ScaledExp(MadeOfTerms):
     """
 
     gemm: ModuleType  # kernels.scaled_exp or kernels.scaled_exp_hopper
-    saves_logits: bool = False
+    token_ops: ModuleType = token_kernels
 
     name = "scaled_exp"
-    logits_dtype: torch.dtype | None = None  # the hidden states'
-    token_ops: ModuleType = token_kernels
     needs_logits_buffer = False
 
-    @property
-    def saves_e(self) -> bool:
-        return not self.saves_logits
+    def start_sample(self, weight: Tensor, others: OrderedTargets | None) -> tuple[Tensor, Work]:
+        """Valid rows ``[S, H]`` of the whole weight, as many of each rank."""
+        assert self.comm is not None
+        count = -(-SAMPLED_ROWS // self.comm.size)
+        return self.comm.gathered(scaled_exp_rows.sample_rows(weight, count, self.outputs))
 
     def logits_gemm(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: ChunkTargets,
-        sample: Tensor | None,
-        out: Tensor | None,
-        with_argmax: bool,
+        self, hidden: Tensor, weight: Tensor, targets: Targets, sample: Tensor, out: Tensor | None
     ) -> Scores:
-        assert sample is not None
-        _, logit_scale, form, inv_temperature, *_ = targets
-        labels, alone = targets.labels, targets.alone
-        num_columns = weight.shape[0]
+        labels, inv_temperature, _ = targets
+        logit_scale, form, num_columns = self.logit_scale, self.outputs, weight.shape[0]
+        alone = self.comm is not None and self.comm.size == 1
         with phase("logits"):
             prologue = scaled_exp_rows.row_prologue(
                 hidden, sample, labels, num_columns, logit_scale, form, inv_temperature
@@ -71,7 +63,7 @@ class ScaledExp(MadeOfTerms):
                 prologue.table,
                 logit_scale,
                 out,
-                with_argmax,
+                form.with_argmax,
                 form,
                 self.saves_logits,
                 inv_temperature,
@@ -84,26 +76,18 @@ class ScaledExp(MadeOfTerms):
             )
             if form.with_rest:
                 assert out is not None
-                stats = _with_rest(stats, tiles, prologue.row_shift2, out, targets)
+                stats = self._with_rest(stats, tiles, prologue.row_shift2, out, labels)
         return Scores(stats, tiles, row_scale)
 
-    def write_logits(self, hidden: Tensor, weight: Tensor, targets: ChunkTargets, out: Tensor) -> None:
+    def write_logits(self, hidden: Tensor, weight: Tensor, out: Tensor) -> None:
         """Logits as :meth:`logits_gemm` saves them, to the bit, without statistics."""
         nowhere = torch.full(hidden.shape[:1], -1, dtype=torch.int64, device=hidden.device)
         no_shift = torch.zeros_like(nowhere, dtype=torch.float32)
         table = scaled_exp_rows.tile_table(nowhere, weight.shape[0])
-        form, scale = targets.form, targets.logit_scale
+        form, scale = self.outputs, self.logit_scale
         self.gemm.scaled_exp_gemm(hidden, weight, nowhere, no_shift, table, scale, out, False, form, True)
 
-    def start_sample(
-        self, weight: Tensor, others: OrderedTargets | None, comm: VocabParallel, form: LossForm
-    ) -> tuple[Tensor, Work]:
-        """Valid rows ``[S, H]`` of the whole weight, as many of each rank."""
-        return comm.gathered(scaled_exp_rows.sample_rows(weight, -(-SAMPLED_ROWS // comm.size), form))
-
-    def finalize(
-        self, matrix: Tensor, targets: ChunkTargets, scores: Scores, merged: Merged
-    ) -> Tensor | None:
+    def finalize(self, matrix: Tensor, targets: Targets, scores: Scores, merged: Merged) -> Tensor | None:
         if self.saves_logits:
             return None
         if scores.row_scale is not None:
@@ -115,21 +99,21 @@ class ScaledExp(MadeOfTerms):
             scores.tiles,
             scores.stats,
             merged.row_shift,
-            targets.form.own_coefficients(merged),
-            targets.form,
+            self.outputs.own_coefficients(merged),
+            self.outputs,
         )
 
     def grad_from_saved(
         self,
         matrix: Tensor,
         row_scale: Tensor | None,
-        targets: ChunkTargets,
-        terms: TokenTerms | None,
+        targets: Targets,
+        terms: Tensor | None,
         upstream: Upstream,
         out: Tensor | None,
     ) -> LogitsGrad:
         if self.saves_logits:
-            return row_gradients(row_kernels, matrix, targets, terms, upstream, out)
+            return row_gradients(row_kernels, self, matrix, targets, terms, upstream, out)
         assert row_scale is not None
         return LogitsGrad(matrix, row_scale, upstream.loss)
 
@@ -137,8 +121,8 @@ class ScaledExp(MadeOfTerms):
         self,
         hidden: Tensor,
         weight: Tensor,
-        targets: ChunkTargets,
-        terms: TokenTerms,
+        targets: Targets,
+        terms: Tensor,
         upstream: Upstream,
         logits: Tensor,
         out: Tensor,
@@ -148,10 +132,10 @@ class ScaledExp(MadeOfTerms):
             weight,
             targets.labels,
             scaled_exp_rows.tile_table(targets.labels, weight.shape[0]),
-            targets.form.grad_coefficients(terms, upstream).in_base_2(),
-            targets.logit_scale,
+            self.outputs.grad_coefficients(terms, upstream).in_base_2(),
+            self.logit_scale,
             out,
-            targets.form,
+            self.outputs,
             targets.inv_temperature,
         )
         return LogitsGrad(out)
@@ -159,36 +143,36 @@ class ScaledExp(MadeOfTerms):
     def scale_rows(self, x: Tensor, row_scale: Tensor, out: Tensor, factor: Tensor | None = None) -> None:
         scaled_exp_rows.scale_rows(x, row_scale, out, factor)
 
+    def _with_rest(
+        self,
+        stats: RowStatistics,
+        tiles: TileStatistics,
+        row_shift2: Tensor,  # [C] fp32, base 2
+        logits: Tensor,  # [C, V], without a softcap
+        labels: Tensor,
+    ) -> RowStatistics:
+        """With ``rest`` and the column of the largest logit: the one tile of a row that has it is read again.
 
-def _with_rest(
-    stats: RowStatistics,
-    tiles: TileStatistics,
-    row_shift2: Tensor,  # [C] fp32, base 2
-    logits: Tensor,  # [C, V], without a softcap
-    targets: ChunkTargets,
-) -> RowStatistics:
-    """With ``rest`` and the column of the largest logit: of each row the one tile that has it is read again.
-
-    Bytes: 8 for each tile and ``2 * tile_columns`` for each row, 37 MB for C = 8192, V = 128256 beside the
-    2.1 GB of the logits.
-    """
-    best = tiles.tile_max.argmax(0, keepdim=True)  # [1, C]; tiles are without the label
-    shift2 = torch.where(tiles.tile_max > HEADROOM, tiles.tile_max, 0.0).add_(row_shift2)
-    moved = shift2.sub_(stats.row_max * LOG2_E).clamp_(max=126.0).exp2_().mul_(tiles.tile_sum)
-    others = moved.scatter_(0, best, 0.0).sum(0)
-    columns = best.t() * tiles.tile_columns + torch.arange(tiles.tile_columns, device=logits.device)
-    valid = targets.form.valid_columns
-    label = targets.labels.unsqueeze(-1)
-    inside = (columns < (logits.shape[1] if valid is None else valid)) & (columns != label)
-    z = logits.gather(-1, columns.clamp_(max=logits.shape[1] - 1)).float()
-    z = z.mul_(targets.logit_scale).masked_fill_(~inside, -torch.inf)
-    largest, at = z.max(-1, keepdim=True)
-    label_logit = stats.shard[3].unsqueeze(-1)
-    here = label_logit != NOT_HERE
-    of_label = here & (label_logit >= largest)
-    argmax = torch.where(of_label, label, columns.gather(-1, at)).squeeze(-1)
-    row_max = stats.row_max.unsqueeze(-1)
-    e = z.sub_(row_max).exp_()
-    beside = torch.where(of_label, e.gather(-1, at), torch.exp(label_logit - row_max))
-    e.scatter_(-1, at, beside.masked_fill_(~here, 0.0))  # the label's in the place of the largest
-    return stats._replace(argmax=argmax, extra=stats.extra._replace(rest=(others + e.sum(-1)).double()))
+        Bytes: 8 for each tile and ``2 * tile_columns`` for each row, 37 MB for C = 8192, V = 128256 beside
+        the 2.1 GB of the logits.
+        """
+        best = tiles.tile_max.argmax(0, keepdim=True)  # [1, C]; tiles are without the label
+        shift2 = torch.where(tiles.tile_max > HEADROOM, tiles.tile_max, 0.0).add_(row_shift2)
+        moved = shift2.sub_(stats.row_max * LOG2_E).clamp_(max=126.0).exp2_().mul_(tiles.tile_sum)
+        others = moved.scatter_(0, best, 0.0).sum(0)
+        columns = best.t() * tiles.tile_columns + torch.arange(tiles.tile_columns, device=logits.device)
+        valid = self.outputs.valid_columns
+        label = labels.unsqueeze(-1)
+        inside = (columns < (logits.shape[1] if valid is None else valid)) & (columns != label)
+        z = logits.gather(-1, columns.clamp_(max=logits.shape[1] - 1)).float()
+        z = z.mul_(self.logit_scale).masked_fill_(~inside, -torch.inf)
+        largest, at = z.max(-1, keepdim=True)
+        label_logit = stats.shard[3].unsqueeze(-1)
+        here = label_logit != NOT_HERE
+        of_label = here & (label_logit >= largest)
+        argmax = torch.where(of_label, label, columns.gather(-1, at)).squeeze(-1)
+        row_max = stats.row_max.unsqueeze(-1)
+        e = z.sub_(row_max).exp_()
+        beside = torch.where(of_label, e.gather(-1, at), torch.exp(label_logit - row_max))
+        e.scatter_(-1, at, beside.masked_fill_(~here, 0.0))  # the label's in the place of the largest
+        return stats._replace(argmax=argmax, extra=stats.extra._replace(rest=(others + e.sum(-1)).double()))

@@ -77,7 +77,6 @@ class TokenTerms(NamedTuple):
     label_shift: Tensor | None = None  # z_y - m, NOT_HERE for a label outside the vocabulary
     extra: ExtraStatistics = NO_EXTRA  # those that a gradient needs
     label_shifts: Tensor | None = None  # [K, C]: see Merged
-    all_rows: Tensor | None = None  # as saved: of a divergence
 
     @staticmethod
     def of(saved: Tensor, extra: tuple[str, ...] = ()) -> TokenTerms:
@@ -86,7 +85,7 @@ class TokenTerms(NamedTuple):
         row_max, inv_sum, one_minus_p_label, label_shift, *more = saved.unbind(0)
         of_extra = ExtraStatistics.of(extra, more[: len(extra)]) if extra else NO_EXTRA
         of_labels = saved[4 + len(extra) :] if len(more) > len(extra) else None
-        return TokenTerms(row_max, inv_sum, one_minus_p_label, label_shift, of_extra, of_labels, saved)
+        return TokenTerms(row_max, inv_sum, one_minus_p_label, label_shift, of_extra, of_labels)
 
 
 def shard_addends(

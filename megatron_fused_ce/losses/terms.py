@@ -25,7 +25,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_fused_ce.kernels.records import NOT_HERE, ExtraStatistics, GradCoefficients, Merged
+from megatron_fused_ce.kernels.records import (
+    NOT_HERE,
+    ExtraStatistics,
+    GradCoefficients,
+    Merged,
+    RowStatistics,
+)
 from megatron_fused_ce.losses.statistics import TokenTerms
 
 #: Statistics that a term may ask for: fields of :class:`.ExtraStatistics`.
@@ -45,9 +51,12 @@ class Rows:
         saved: TokenTerms | None = None,
         num_classes: int = 0,
         shares: Tensor | None = None,
+        shard: RowStatistics | None = None,
     ) -> None:
         """One of ``merged``, of a forward, and ``saved``, of a backward."""
         self._merged, self._saved = merged, saved
+        #: of this rank's vocabulary rows, in a forward
+        self.shard = shard
         #: classes of the whole vocabulary, without masked padding
         self.num_classes = num_classes
         #: a teacher's probabilities of its labels, fp32 [K, C]

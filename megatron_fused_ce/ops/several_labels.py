@@ -11,8 +11,9 @@ from torch import Tensor
 
 from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.head.call import Call, OtherTargets
-from megatron_fused_ce.head.spec import CallSpec
-from megatron_fused_ce.head.targets import columns_of, labels_first
+from megatron_fused_ce.head.results import labels_first
+from megatron_fused_ce.head.spec import Spec
+from megatron_fused_ce.head.targets import columns_of
 from megatron_fused_ce.logits import LogitsBackend
 from megatron_fused_ce.logits.gemm_rows import GemmThenRows
 from megatron_fused_ce.logits.label_set import LabelSet, LabelSetRows
@@ -99,9 +100,9 @@ class SeveralLabels(OtherTargets):
 
     def backend(self, call: Call, base: LogitsBackend) -> LogitsBackend:
         assert isinstance(base, GemmThenRows)
-        return LabelSetRows(base.rows, base.token_ops, base.logits_dtype)
+        return LabelSetRows(**vars(base))
 
-    def in_order(self, labels: Tensor, num_rows: int, config: FusedCEConfig, spec: CallSpec) -> LabelSet:
+    def in_order(self, labels: Tensor, num_rows: int, config: FusedCEConfig, spec: Spec) -> LabelSet:
         """Collectives: those of :func:`.parallel.raise_if_any`, of a teacher with ``config.debug_checks``."""
         ids, log_probs, comm = self.ids, self.log_probs, spec.comm
         if config.debug_checks and log_probs is not None:

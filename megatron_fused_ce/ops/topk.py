@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fused_ce.config import FusedCEConfig, takes_config
-from megatron_fused_ce.head import autocast, tokens
-from megatron_fused_ce.head.autograd import uncompiled
+from megatron_fused_ce.head import tokens
+from megatron_fused_ce.head.autograd import autocast_off, uncompiled
 from megatron_fused_ce.head.call import DEFAULT_CONFIG, Call
 from megatron_fused_ce.head.spec import check_arguments
 from megatron_fused_ce.head.targets import in_token_order, inv_temperature_of
@@ -83,7 +83,7 @@ def fused_linear_topk(
             mask = active.to(labels.device).float()
     call = Call(
         hidden, weight, labels, tp_group=tp_group, sequence_parallel=sequence_parallel, token_weights=mask,
-        active_mask=active_mask is not None, vocab_start=vocab_start, temperature=temperature,
+        vocab_start=vocab_start, temperature=temperature,
         config=DEFAULT_CONFIG if config is None else config, caller_error=wrong,
     ).completed()  # fmt: skip
     config, hidden, weight = call.config, call.hidden, call.weight
@@ -95,13 +95,13 @@ def fused_linear_topk(
         gemm_then_rows(hidden.device, logits_dtype=None if same else torch.float32)  # can torch write it?
     except (TypeError, ValueError, ImportError) as error:
         wrong = error
-    shards = Shards.agreed(call, comm, wrong, {"k": k})
+    shards = Shards.agreed(call, comm, wrong, {"k": k, "active_mask given": active_mask is not None})
     if k > shards.end - shards.first:
         raise ValueError(f"k is {k}; expected at most the {shards.end - shards.first} ids of the vocabulary")
-    with call.on_its_device(), autocast.off(hidden.device):
+    with call.on_its_device(), autocast_off(hidden.device):
         hidden, parts = hidden.reshape(-1, hidden.shape[-1]), comm.num_parts
         mask, num_tokens = in_token_order(mask, labels, parts), len(hidden)
-        if call.active_mask and (counted := tokens.count(mask, comm.group)) is not None:
+        if active_mask is not None and (counted := tokens.count(mask, comm.group)) is not None:
             num_tokens = tokens.num_kept(tokens.num_unmasked(counted), num_tokens)
         kept = tokens.Kept.of(mask, num_tokens)
         if (inv_t := inv_temperature_of(call.temperature, labels, comm)) is None:

@@ -128,6 +128,16 @@ class Plan:
         return self.cut.count
 
     @property
+    def in_forward(self) -> bool:
+        """Whether gradients are made in the forward."""
+        return self.strategy == "grad_in_forward"
+
+    @property
+    def remakes(self) -> bool:
+        """Whether the backward makes logits of some chunk again, from labels and statistics."""
+        return self.stored_chunks < self.count
+
+    @property
     def saves_last_hidden(self) -> bool:
         """Whether the forward may leave the last chunk's gathered hidden states to the backward."""
         return self.chosen_for is None or not self.chosen_for.promise_broken

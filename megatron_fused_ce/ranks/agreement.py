@@ -1,4 +1,4 @@
-"""TODO."""
+"""Whether the ranks of a group were called alike: compared at a head's first call, and remembered."""
 
 from __future__ import annotations
 
@@ -62,17 +62,6 @@ class Settled(NamedTuple):
     starts: tuple[int, ...] = ()  # their first global ids, if the callers gave them
 
 
-class HeadOfGroup(NamedTuple):
-    """A head, as every rank of its group sees it."""
-
-    number: int  # promise.Head.number
-    shard_sizes: tuple[int, ...]  # rows of its weight, by rank
-    hidden_size: int
-
-    def __str__(self) -> str:
-        return f"{sum(self.shard_sizes)} rows of {self.hidden_size}"
-
-
 @dataclass
 class GroupHistory:
     """Record of the head's calls over one group; the same on all its ranks, except ``specs``."""
@@ -85,7 +74,7 @@ class GroupHistory:
     specs: dict[Hashable, Any] = field(default_factory=dict)
     #: Heads whose upstream gradient was not what its token weights promised. Their plans are others, so that
     #: a head must be the same value on every rank.
-    broken: set[HeadOfGroup] = field(default_factory=set)
+    broken: set[Hashable] = field(default_factory=set)
 
     def compares(self, head: Hashable | None, every_call: bool) -> bool:
         """Whether the ranks must compare this call's arguments; the same answer on every rank.

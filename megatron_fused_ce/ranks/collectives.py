@@ -11,6 +11,7 @@ collective is left running when a forward or a backward returns, so other users 
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -57,13 +58,6 @@ class BothWorks(NamedTuple):
     def wait(self) -> None:
         self.first.wait()
         self.second.wait()
-
-
-class Merge(Protocol):
-    """The running merge of one chunk's statistics over the group."""
-
-    def finish(self) -> Merged:
-        """Wait for the running collective; start the next one, if the merge has one, and wait for it."""
 
 
 # torch 2.13 renamed these and warns if the old names are used.
@@ -268,12 +262,23 @@ class VocabParallel:
         if self.size > 1:
             _start(dist.all_reduce, value, beside=self.beside, op=dist.ReduceOp.MAX, group=self.group).wait()
 
+    def delay_next_product(self, device: torch.device) -> None:
+        """Hold the next matrix product back for some microseconds, until the collective just started has its
+        SMs; only where the order of launch does not see to it."""
+        if self.size == 1 or device.type != "cuda":
+            return
+        if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1":
+            from megatron_fused_ce.kernels import token_kernels
+
+            token_kernels.pause(device)
+
     def start_merge(
         self,
         stats: RowStatistics,
-        token_ops: ModuleType,  # loss or kernels.token_kernels
-    ) -> Merge:
-        """Start merging a chunk's statistics over the whole vocabulary.
+        token_ops: ModuleType,  # losses.statistics or kernels.token_kernels
+    ) -> Callable[[], Merged]:
+        """Start merging a chunk's statistics over the whole vocabulary. The function that comes back ends it:
+        waits for the running collective, and starts and awaits the next one, if the merge has one.
 
         Collectives, asynchronous, fp32. ``packed``: one all-gather of ``[4, C]`` a rank. ``all_reduce``:
         MAX of (row maximum, row_shift) ``[2, C]``, then SUM of (sum_exp_nonlabel, label, label logit) ``[3,
@@ -282,79 +287,62 @@ class VocabParallel:
         may drop it, sums do not.
         """
         if self.size == 1:
-            return _Local(stats, token_ops)
-        kind = _Packed if self.merge == "packed" else _AllReduced
-        return kind(stats, token_ops, self)
+            return partial(_merge_alone, stats, token_ops)
+        if self.merge == "packed":
+            return self._start_packed(stats, token_ops)
+        return self._start_all_reduced(stats, token_ops)
 
-
-class _Local:
-    """A single shard: no collective."""
-
-    def __init__(self, stats: RowStatistics, token_ops: ModuleType) -> None:
-        self._stats = stats
-        self._token_ops = token_ops
-
-    def finish(self) -> Merged:
-        extra, merged = self._stats.extra, self._stats.merged
-        if merged is None:
-            merged = cast(Merged, self._token_ops.merge_shards(self._stats.shard.unsqueeze(0)))
-        rows = extra.rows()
-        if not rows:
-            return merged
-        shards = self._stats.shard.unsqueeze(0)
-        return merged._replace(extra=merge_extra(extra.names, torch.stack(rows).unsqueeze(0), shards))
-
-
-class _Packed:
-    """One all-gather of all statistics; every rank merges them in rank order."""
-
-    def __init__(self, stats: RowStatistics, token_ops: ModuleType, comm: VocabParallel) -> None:
-        self._token_ops = token_ops
-        self._names = stats.extra.names
-        sent = stats.shard
-        if self._names:
+    def _start_packed(self, stats: RowStatistics, token_ops: ModuleType) -> Callable[[], Merged]:
+        """One all-gather of all statistics; every rank merges them in rank order."""
+        sent, names = stats.shard, stats.extra.names
+        if names:
             sent = torch.cat((sent, torch.stack(stats.extra.rows())))
-        self._received = sent.new_empty((comm.size, *sent.shape))
-        whole = self._received.flatten(0, 1)
-        self._pending = _start(_all_gather, whole, sent, beside=comm.beside, group=comm.group)
+        received = sent.new_empty((self.size, *sent.shape))
+        pending = _start(_all_gather, received.flatten(0, 1), sent, beside=self.beside, group=self.group)
 
-    def finish(self) -> Merged:
-        self._pending.wait()
-        if not self._names:
-            merged: Merged = self._token_ops.merge_shards(self._received)
-            return merged
-        shards = self._received[:, :NUM_STATISTICS].contiguous()
-        extra = merge_extra(self._names, self._received[:, NUM_STATISTICS:], shards)
-        merged = self._token_ops.merge_shards(shards)
-        return merged._replace(extra=extra)
+        def finish() -> Merged:
+            pending.wait()
+            shards = received[:, :NUM_STATISTICS].contiguous()
+            merged: Merged = token_ops.merge_shards(shards)
+            if not names:
+                return merged
+            return merged._replace(extra=merge_extra(names, received[:, NUM_STATISTICS:], shards))
+
+        return finish
+
+    def _start_all_reduced(self, stats: RowStatistics, token_ops: ModuleType) -> Callable[[], Merged]:
+        """All-reduces of the maxima, of the sums relative to them, and of the lowest id if it is needed."""
+        reduce = partial(_start, dist.all_reduce, beside=self.beside, group=self.group)
+        maxima = stats.shard[ROW_MAX : ROW_SHIFT + 1].clone()
+        pending = reduce(maxima, op=dist.ReduceOp.MAX)
+
+        def finish() -> Merged:
+            pending.wait()
+            row_max, row_shift = maxima
+            sums = token_ops.shard_addends(stats.shard, row_max)
+            extra = extra_addends(stats.extra, stats.shard, row_max)
+            added, best = extra._replace(best=None), extra.best
+            if added.names:
+                sums = torch.cat((sums, torch.stack(added.rows())))
+            reduce(sums).wait()
+            if best is not None:
+                reduce(best, op=dist.ReduceOp.MIN).wait()
+            loss, saved = token_ops.token_loss(sums[:3].float(), row_max)
+            merged = ExtraStatistics.of(added.names, sums[3:].unbind(0))._replace(best=best)
+            return Merged(loss, saved, row_shift, merged)
+
+        return finish
 
 
-class _AllReduced:
-    """All-reduces of the maxima, then of the sums relative to them, then of the lowest id if it is needed."""
-
-    def __init__(self, stats: RowStatistics, token_ops: ModuleType, comm: VocabParallel) -> None:
-        self._token_ops = token_ops
-        self._start = partial(_start, dist.all_reduce, beside=comm.beside, group=comm.group)
-        self._shard = shard = stats.shard
-        self._extra = stats.extra
-        self._maxima = shard[ROW_MAX : ROW_SHIFT + 1].clone()
-        self._pending = self._start(self._maxima, op=dist.ReduceOp.MAX)
-
-    def finish(self) -> Merged:
-        self._pending.wait()
-        row_max, row_shift = self._maxima
-        sums = self._token_ops.shard_addends(self._shard, row_max)
-        extra = extra_addends(self._extra, self._shard, row_max)
-        best = extra.best
-        added = extra._replace(best=None)
-        if added.names:
-            sums = torch.cat((sums, torch.stack(added.rows())))
-        self._start(sums).wait()
-        if best is not None:
-            self._start(best, op=dist.ReduceOp.MIN).wait()
-        loss, saved = self._token_ops.token_loss(sums[:3].float(), row_max)
-        merged = ExtraStatistics.of(added.names, sums[3:].unbind(0))._replace(best=best)
-        return Merged(loss, saved, row_shift, merged)
+def _merge_alone(stats: RowStatistics, token_ops: ModuleType) -> Merged:
+    """The merge over one rank: no collective."""
+    shards = stats.shard.unsqueeze(0)
+    merged: Merged = stats.merged or token_ops.merge_shards(shards)
+    rows = stats.extra.rows()
+    if not rows:
+        return merged
+    extra = merge_extra(stats.extra.names, torch.stack(rows).unsqueeze(0), shards)
+    return merged._replace(extra=extra)
 
 
 def largest_over_ranks(value: Tensor, group: dist.ProcessGroup | None) -> Tensor:

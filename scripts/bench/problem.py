@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_fused_ce.cli.command_line import UsageError
 from megatron_fused_ce.head.grad_weight import (
-    GradWeight,
+    Accumulator,
     InPlaceGradWeight,
     OpenGradWeight,
     ReturnedGradWeight,
@@ -258,7 +258,7 @@ class Problem:
         if main_grad is None:
             return ReturnedGradWeight
 
-        def open_main_grad(weight: Tensor, num_gemms: int, scaled: bool) -> GradWeight:
+        def open_main_grad(weight: Tensor, num_gemms: int, scaled: bool) -> Accumulator:
             return InPlaceGradWeight(main_grad, scaled, lambda: None)
 
         open_main_grad.kind = "main_grad"  # type: ignore[attr-defined]

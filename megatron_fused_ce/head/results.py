@@ -1,0 +1,116 @@
+"""Outputs of the chunks, put together in the labels' layout; and the way back of their upstream gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_fused_ce.head.tokens import Kept, Tokens
+from megatron_fused_ce.losses.outputs import Outputs
+from megatron_fused_ce.losses.statistics import Upstream
+from megatron_fused_ce.planner.chunks import Chunk
+
+
+def put(
+    whole: dict[str, Tensor], tokens: Tokens, chunk: Chunk, made: dict[str, Tensor], copies: bool
+) -> None:
+    """Put a chunk's outputs ``[C]`` or ``[K, C]`` into ``[parts, n]`` or ``[K, parts, n]`` of all tokens.
+
+    Of a single chunk they are the outputs themselves, or with ``copies`` copies, each the caller's own.
+    """
+    if len(tokens.chunks) == 1:
+        whole |= {name: of.clone() for name, of in made.items()} if copies else made
+        return
+    for name, of_chunk in made.items():
+        if name not in whole:
+            whole[name] = of_chunk.new_empty(*of_chunk.shape[:-1], tokens.num_parts, tokens.num)
+        whole[name][..., chunk.start : chunk.stop] = of_chunk.view(*of_chunk.shape[:-1], tokens.num_parts, -1)
+
+
+def of_no_tokens(outputs: Outputs, num_parts: int, device: torch.device) -> dict[str, Tensor]:
+    """Outputs for an empty batch."""
+    empty = torch.empty(num_parts, 0, dtype=torch.float32, device=device)
+    return {
+        name: empty.expand(outputs.num_labels, -1, -1) if term.per_label else empty.to(term.dtype)
+        for name, term in outputs.terms
+    }
+
+
+def returned(
+    whole: dict[str, Tensor],
+    outputs: Outputs,
+    kept: Kept | None,
+    ignored: Tensor | None,  # bool [parts, n]
+    in_batch: tuple[int, int] | None,  # (b, s) for outputs [b, s]; None for [T]
+) -> list[Tensor]:
+    """All outputs in the labels' layout, in the order of their terms. None is a view: autograd would let
+    nobody change it in place once the forward has returned it."""
+    made = []
+    for name, term in outputs.terms:
+        output = whole[name]
+        if kept is not None:
+            output = kept.put_back(output, term.per_label)
+        if ignored is not None and term.of_label:
+            output.masked_fill_(ignored.reshape(output.shape[term.per_label :]), 0.0)
+        if in_batch is not None and in_batch[0] == 1 and output.dim() == 1 and not output._is_view():
+            made.append(output.unsqueeze_(0))  # one operator in place of two
+            continue
+        output = in_labels_layout(output, in_batch, term.per_label)
+        made.append(output.data if output._is_view() else output)
+    return made
+
+
+def in_labels_layout(per_token: Tensor, in_batch: tuple[int, ...] | None, per_label: bool = False) -> Tensor:
+    """Results of all tokens, in s-major order, as ``[T]`` or ``[b, s]``; ``[K, ...]`` with K at the end."""
+    if per_label:
+        if in_batch is None:
+            return per_token.flatten(1).t().contiguous()
+        b, s = in_batch
+        return per_token.view(len(per_token), s, b).permute(2, 1, 0).contiguous()
+    if in_batch is None:
+        return per_token.flatten()
+    b, s = in_batch
+    return per_token.reshape(b, s) if b == 1 else per_token.reshape(s, b).t().contiguous()
+
+
+def upstream_of(
+    grads: Sequence[Tensor | None], outputs: Outputs, num_parts: int, ignored: Tensor | None
+) -> Upstream:
+    """Upstream gradients of the outputs, in token order, ``[parts, n]`` fp32, or ``[K, parts, n]``.
+
+    That of ``log_prob`` is taken into the loss's where the loss is plain, and so are those of outputs that
+    equal the loss.
+    """
+    loss, beside = None, []
+    for (name, term), grad in zip(outputs.terms, grads, strict=True):
+        if grad is None:  # for 0
+            continue
+        if term.per_label:
+            grad = labels_first(grad.float(), num_parts)
+        else:
+            # Contiguous: that of a sum() is one number, seen as many.
+            if grad.dim() == 2 and grad.shape[0] > 1:
+                grad = grad.t()
+            grad = grad.float().reshape(num_parts, -1).contiguous()
+        if ignored is not None and term.of_label:
+            grad = grad.masked_fill(ignored, 0.0)
+        if name == "log_prob" and outputs.is_plain:
+            loss = -grad if loss is None else loss - grad
+        elif name == "loss" or name in outputs.equal_to_loss:
+            loss = grad if loss is None else loss + grad
+        else:
+            beside.append((name, grad))
+    if loss is not None:
+        return Upstream(loss, tuple(beside))
+    of_any = beside[0][1]
+    return Upstream(torch.zeros_like(of_any[0] if of_any.dim() == 3 else of_any), tuple(beside), False)
+
+
+def labels_first(per_label: Tensor, num_parts: int) -> Tensor:
+    """``[K, parts, n]``, tokens s-major, of ``[b, s, K]`` or ``[T, K]``."""
+    if per_label.dim() == 3:
+        per_label = per_label.transpose(0, 1)
+    k = per_label.shape[-1]
+    return per_label.reshape(per_label.shape[:-1].numel(), k).t().reshape(k, num_parts, -1)
