@@ -29,10 +29,13 @@ if TYPE_CHECKING:
     from megatron_fused_ce.adapter.output_processor import output_processor
     from megatron_fused_ce.adapter.switch import Counters, counters, disable, enable
     from megatron_fused_ce.config import FusedCEConfig
-    from megatron_fused_ce.distillation.verb import DistillationOutputs, fused_linear_distillation
-    from megatron_fused_ce.ops.cross_entropy import fused_linear_cross_entropy, fused_linear_token_outputs
+    from megatron_fused_ce.distillation.loss import DistillationOutputs, fused_linear_distillation
+    from megatron_fused_ce.ops.cross_entropy import (
+        TokenOutputs,
+        fused_linear_cross_entropy,
+        fused_linear_token_outputs,
+    )
     from megatron_fused_ce.ops.labels import fused_linear_topk_distillation
-    from megatron_fused_ce.ops.results import TokenOutputs
     from megatron_fused_ce.ops.terms import fused_linear_loss
     from megatron_fused_ce.ops.topk import fused_linear_topk
 
@@ -64,14 +67,14 @@ _HOMES = {
     "enable": "adapter.switch",
     "output_processor": "adapter.output_processor",
     "FusedCEConfig": "config",
-    "DistillationOutputs": "distillation.verb",
-    "fused_linear_distillation": "distillation.verb",
+    "DistillationOutputs": "distillation.loss",
+    "fused_linear_distillation": "distillation.loss",
     "fused_linear_cross_entropy": "ops.cross_entropy",
     "fused_linear_token_outputs": "ops.cross_entropy",
     "fused_linear_loss": "ops.terms",
     "fused_linear_topk_distillation": "ops.labels",
     "fused_linear_topk": "ops.topk",
-    "TokenOutputs": "ops.results",
+    "TokenOutputs": "ops.cross_entropy",
 }
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import ParamSpec, TypeVar
+from dataclasses import dataclass, fields, replace
+from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -133,6 +133,12 @@ class FusedCEConfig:
             "ignore_index": self.ignore_index is not None,
         }
         return ", ".join(name for name, given in names.items() if given)
+
+
+@functools.lru_cache(maxsize=64)
+def changed(config: FusedCEConfig, **change: Any) -> FusedCEConfig:
+    """``dataclasses.replace``, looked up from the second time on."""
+    return replace(config, **change)
 
 
 def why_no_config(config: object) -> TypeError | None:

@@ -26,7 +26,7 @@ from megatron_fused_ce.distillation.teacher import Distillation
 from megatron_fused_ce.head.autograd import linear_cross_entropy
 from megatron_fused_ce.head.call import Call
 from megatron_fused_ce.head.promise import Head
-from megatron_fused_ce.rl import unrounded
+from megatron_fused_ce.ops.log_probs import unrounded
 
 
 class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]

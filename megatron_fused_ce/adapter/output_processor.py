@@ -26,8 +26,7 @@ from megatron_fused_ce.adapter.language_module import of_layer
 from megatron_fused_ce.adapter.main_grad import open_grad_weight_for
 from megatron_fused_ce.adapter.switch import counters
 from megatron_fused_ce.config import FusedCEConfig
-from megatron_fused_ce.ops.results import TokenLogProbs
-from megatron_fused_ce.rl import LogProbOptions, log_probs_of_head
+from megatron_fused_ce.ops.log_probs import LogProbOptions, TokenLogProbs, log_probs_of_head
 
 
 def output_processor(

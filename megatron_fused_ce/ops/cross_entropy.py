@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -11,7 +12,20 @@ from megatron_fused_ce.config import FusedCEConfig, takes_config
 from megatron_fused_ce.head.autograd import linear_cross_entropy
 from megatron_fused_ce.head.call import DEFAULT_CONFIG, Call
 from megatron_fused_ce.losses.outputs import differentiable_of
-from megatron_fused_ce.ops.results import TokenOutputs
+
+
+class TokenOutputs(NamedTuple):
+    """Results for each token, in the labels' shape; None if not requested.
+
+    ``s`` are the logits of the loss (scaled, softcapped, without masked padding), ``p = softmax(s)``.
+    """
+
+    loss: Tensor  # fp32
+    log_prob: Tensor | None = None  # fp32: log p_y; max s - lse for a label outside the vocabulary
+    lse: Tensor | None = None  # fp32: log sum exp s
+    entropy: Tensor | None = None  # fp32: -sum p log p
+    predicted: Tensor | None = None  # int64: argmax s over all shards, lowest on a tie; -1 with NaN
+    correct: Tensor | None = None  # bool: no logit is larger than the label's
 
 
 @takes_config

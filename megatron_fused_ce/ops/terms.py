@@ -12,7 +12,7 @@ from megatron_fused_ce.head.autograd import linear_cross_entropy
 from megatron_fused_ce.head.call import DEFAULT_CONFIG, Call
 from megatron_fused_ce.losses.outputs import OUTPUTS
 from megatron_fused_ce.losses.terms import Term
-from megatron_fused_ce.ops.several_labels import has_several_labels, with_several_labels
+from megatron_fused_ce.ops.labels import has_several_labels, with_several_labels
 
 
 @takes_config

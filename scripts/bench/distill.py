@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_fused_ce.distillation.verb import fused_linear_distillation
+from megatron_fused_ce.distillation.loss import fused_linear_distillation
 from megatron_fused_ce.kernels.records import DIVERGENCES
 from megatron_fused_ce.scripts.bench.cases import Cell, parse_strategy
 from megatron_fused_ce.scripts.bench.loss import config_of, wide

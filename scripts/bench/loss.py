@@ -22,7 +22,7 @@ from megatron_fused_ce.head import tokens
 from megatron_fused_ce.head.autograd import linear_cross_entropy
 from megatron_fused_ce.head.call import Call
 from megatron_fused_ce.losses.outputs import differentiable_of
-from megatron_fused_ce.ops.several_labels import SeveralLabels
+from megatron_fused_ce.ops.labels import SeveralLabels
 from megatron_fused_ce.scripts.bench.cases import UNWEIGHTED, Cell, parse_strategy
 from megatron_fused_ce.scripts.bench.op import MEGATRON, Case, Op, bare, why_not
 from megatron_fused_ce.scripts.bench.peers import dynamo_for_many_shapes, peers, te_cross_entropy

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_fused_ce.config import FusedCEConfig
-from megatron_fused_ce.ops.results import TokenOutputs
+from megatron_fused_ce.ops.cross_entropy import TokenOutputs
 
 #: Norm-relative error that is always allowed, by dtype; otherwise twice eager PyTorch's own.
 FLOOR = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 2e-6}

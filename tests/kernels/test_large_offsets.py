@@ -15,13 +15,13 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from megatron_fused_ce.losses.form import PLAIN
 
 from megatron_fused_ce import FusedCEConfig
 from megatron_fused_ce.distillation import rows_torch as divergence_torch
 from megatron_fused_ce.kernels import divergence, gemm_variants, records, row_kernels, scaled_exp_rows
 from megatron_fused_ce.kernels.records import Side, TileStatistics
 from megatron_fused_ce.logits import rows_torch
-from megatron_fused_ce.losses.form import PLAIN
 from megatron_fused_ce.losses.statistics import TokenTerms, Upstream, merge_shards
 from megatron_fused_ce.scripts.lib.reference import (
     HeadInputs,

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron_fused_ce.losses.form import PLAIN
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy
 from megatron_fused_ce.kernels import row_kernels, token_kernels
 from megatron_fused_ce.kernels.records import NOT_HERE, RowOptions
 from megatron_fused_ce.logits import rows_torch
-from megatron_fused_ce.losses.form import PLAIN
 from megatron_fused_ce.losses.statistics import TokenTerms, Upstream, merge_shards, shard_addends, token_loss
 from megatron_fused_ce.scripts.lib.reference import KINDS, assert_close, make_inputs
 from tests.support.op import DTYPES, rows_by, run, without_interpreter

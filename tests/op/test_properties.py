@@ -17,12 +17,12 @@ import pytest
 import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
+from megatron_fused_ce.losses.form import LossForm
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_token_outputs, fused_linear_topk_distillation
 from megatron_fused_ce.head.autograd import linear_cross_entropy
 from megatron_fused_ce.head.call import Call
 from megatron_fused_ce.logits import rows_torch
-from megatron_fused_ce.losses.form import LossForm
 from megatron_fused_ce.losses.statistics import merge_extra, merge_shards
 from megatron_fused_ce.losses.terms import Rows
 from megatron_fused_ce.ops.arguments import ENTROPY_CHOICES

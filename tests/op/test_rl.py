@@ -9,7 +9,8 @@ import torch
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_topk_distillation
 from megatron_fused_ce.head import tokens
-from megatron_fused_ce.rl import token_divergence, token_log_probs, unrounded
+from megatron_fused_ce.ops.log_probs import unrounded
+from megatron_fused_ce.rl import token_divergence, token_log_probs
 from megatron_fused_ce.scripts.lib.reference import (
     FLOOR,
     make_inputs,

@@ -26,7 +26,7 @@ from megatron_fused_ce.head.grad_weight import InPlaceGradWeight
 from megatron_fused_ce.head.host_copy import HostCopy
 from megatron_fused_ce.head.promise import Head
 from megatron_fused_ce.losses.label import ZLoss
-from megatron_fused_ce.ops.several_labels import SeveralLabels
+from megatron_fused_ce.ops.labels import SeveralLabels
 from megatron_fused_ce.ranks import agreement
 from megatron_fused_ce.scripts.lib.reference import make_inputs, relative_error
 from tests.support.distillation import KINDS, fused, make_problem

@@ -8,11 +8,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fused_ce.config import FusedCEConfig, takes_config
+from megatron_fused_ce.config import FusedCEConfig, changed, takes_config, why_no_config
 from megatron_fused_ce.distillation.teacher import Distillation
 from megatron_fused_ce.head.autograd import linear_cross_entropy
 from megatron_fused_ce.head.call import DEFAULT_CONFIG, Call
-from megatron_fused_ce.ops.arguments import temperature_of, why_wrong_entropy
+from megatron_fused_ce.ops.arguments import (
+    sequence_first,
+    temperature_of,
+    why_no_layout,
+    why_no_mask,
+    why_wrong_entropy,
+    widened,
+)
 from megatron_fused_ce.ranks.collectives import VocabParallel
 
 
@@ -191,3 +198,56 @@ class _Constant(torch.autograd.Function):
                 "the others"
             )
         return None, None, None
+
+
+@takes_config
+def token_divergence(
+    student_hidden: Tensor,
+    student_weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    *,
+    divergence: str = "reverse_kl",
+    temperature: float | Tensor = 1.0,
+    active_mask: Tensor | None = None,
+    batch_first: bool | None = None,
+    **options: Any,
+) -> DistillationOutputs:
+    """:func:`.fused_linear_distillation` by the names of on-policy distillation: the divergence of the
+    student from its teacher at each token that the student has sampled, over the whole vocabulary.
+
+    Args:
+        student_hidden, student_weight: its ``hidden`` and ``weight``. Half-precision hidden states of either
+            side with an fp32 weight are cast to fp32.
+        divergence: ``reverse_kl`` (KL(p_s || p_t)), ``forward_kl`` or ``jsd``.
+        active_mask: bool, ``[b, s]`` or ``[T]``, the same on every rank: tokens outside it take part in no
+            GEMM of either side, and their results are 0. It goes to the head as token weights, so that with
+            ``token_weights`` those tokens are left out too whose weight is 0.
+        batch_first: whether hidden states of three dimensions are ``[b, s, H]``, not ``[s, b, H]``, on both
+            sides, which must be said: no label would show a mistake. Labels and results are ``[b, s]``.
+        options: the other arguments of :func:`.fused_linear_distillation`.
+
+    Returns, raises, collectives: those of :func:`.fused_linear_distillation`.
+
+    Source: on-policy distillation, Agarwal et al. 2024 (arXiv:2306.13649).
+    """
+    if (wrong := why_no_layout("student_hidden", student_hidden, batch_first)) is not None:
+        raise wrong
+    student, teacher = (
+        sequence_first(widened(hidden, weight), batch_first)
+        for hidden, weight in ((student_hidden, student_weight), (teacher_hidden, teacher_weight))
+    )
+    if active_mask is not None:
+        weights = options.get("token_weights")
+        shape = getattr(weights, "shape", getattr(active_mask, "shape", ()))
+        if (wrong := why_no_mask(active_mask, shape)) is not None:
+            raise wrong
+        mask = active_mask.to(student.device).float()
+        options["token_weights"] = mask if weights is None else mask * weights
+        config = options.get("config")
+        if why_no_config(config) is None:
+            options["config"] = changed(DEFAULT_CONFIG if config is None else config, skip_masked=True)
+    return fused_linear_distillation(
+        student, student_weight, teacher, teacher_weight, divergence=divergence, temperature=temperature,
+        **options,
+    )  # fmt: skip
