@@ -17,11 +17,9 @@ import torch
 from torch import Tensor
 
 from megatron_fused_ce.head.call import NOTHING_ELSE, Call, OtherTargets
-from megatron_fused_ce.head.grad_weight import kind_of
 from megatron_fused_ce.head.promise import HeadOfGroup, broken_promise
 from megatron_fused_ce.head.tokens import Tokens
 from megatron_fused_ce.head.validation import check_call, check_requested, check_temperature
-from megatron_fused_ce.kernels.records import RowStatistics
 from megatron_fused_ce.logits import LogitsBackend, choose
 from megatron_fused_ce.logits.choose import Requested
 from megatron_fused_ce.losses.label import loss_of
@@ -33,7 +31,6 @@ from megatron_fused_ce.ranks.agreement import (
     GroupHistory,
     Settled,
     Shard,
-    check_group,
     check_true_vocab_size,
     compare,
     compare_numbers,
@@ -68,6 +65,13 @@ class Spec(NamedTuple):
     vocab_start: int
     grad_hidden: bool  # which operands get a gradient
     grad_weight: bool
+    #: the strategy: how many leading chunks keep their logits, whether gradients are made in the forward, and
+    #: whether one product over all tokens makes grad_weight
+    num_stored: int
+    in_forward: bool
+    one_product: bool
+    #: whether the hidden states gathered last wait for the backward
+    keeps_last: bool
     head: HeadOfGroup
     history: GroupHistory
 
@@ -75,13 +79,10 @@ class Spec(NamedTuple):
     def needs_grad(self) -> bool:
         return self.grad_hidden or self.grad_weight
 
-    def with_global_ids(self, stats: RowStatistics) -> RowStatistics:
-        """With ``best`` where an output needs it, the global id of the shard's largest logit."""
-        if "best" not in self.logits.outputs.needs:
-            return stats
-        assert stats.argmax is not None
-        best = (stats.argmax + self.vocab_start).float()
-        return stats._replace(extra=stats.extra._replace(best=best))
+    @property
+    def remakes(self) -> bool:
+        """Whether the backward makes logits of some chunk again, from labels and statistics."""
+        return self.needs_grad and self.num_stored < len(self.tokens.chunks)
 
     def promise_was_broken(self) -> None:
         """Let later calls of this head plan without token weights, and tell the user, once."""
@@ -102,7 +103,6 @@ def spec_of(call: Call) -> Spec:
     Raises:
         TypeError, ValueError: an argument does not fit; on every rank where the call is compared.
     """
-    check_group(call.tp_group)
     history = history_of(call.tp_group)
     key, num_broken = _key(call), len(history.broken)
     if key is None or history.unequal or call.config.debug_checks:
@@ -133,7 +133,7 @@ def _key(call: Call) -> Hashable | None:
             call.other_targets if call.other_targets is NOTHING_ELSE else _kinds(call.other_targets),
             options,
             tuple(map(type, options)),  # True and 1 are equal
-            kind_of(call.open_grad_weight),
+            getattr(call.open_grad_weight, "kind", "returned"),
             torch.is_grad_enabled(),
             # Where TMA may load them.
             hidden.data_ptr() % 16,
@@ -186,6 +186,11 @@ def _make(call: Call, history: GroupHistory) -> Spec:
     outputs = _outputs(call, comm, settled, vocab_start, softcap, logits.saves_logits)
     logits = others.backend(call, replace(logits, outputs=outputs, logit_scale=logit_scale, comm=comm))
     grad_mode = torch.is_grad_enabled()
+    grad_hidden, grad_weight = (
+        grad_mode and call.hidden.requires_grad,
+        grad_mode and call.weight.requires_grad,
+    )
+    needs_grad = grad_hidden or grad_weight
     return Spec(
         comm=comm,
         plan=plan,
@@ -194,8 +199,12 @@ def _make(call: Call, history: GroupHistory) -> Spec:
         why_not_scaled_exp=why_not,
         copies=choose.must_copy(logits, call.hidden, call.weight),
         vocab_start=vocab_start,
-        grad_hidden=grad_mode and call.hidden.requires_grad,
-        grad_weight=grad_mode and call.weight.requires_grad,
+        grad_hidden=grad_hidden,
+        grad_weight=grad_weight,
+        num_stored=plan.stored_chunks if needs_grad else 0,
+        in_forward=plan.in_forward and needs_grad,
+        one_product=plan.wgrad_at_once and grad_weight,
+        keeps_last=plan.saves_last_hidden and (grad_weight or (needs_grad and plan.remakes)),
         head=head,
         history=history,
     )
@@ -269,7 +278,7 @@ class _LocalView(NamedTuple):
             choice = _choose(call, here)
         except (TypeError, ValueError, ImportError) as error:
             return _LocalView(error, head, facts=_NO_FACTS)
-        accumulator = kind_of(call.open_grad_weight) if weight.requires_grad else "none"
+        accumulator = getattr(call.open_grad_weight, "kind", "returned") if weight.requires_grad else "none"
         facts = {
             "device": _DEVICES.index(device_in_plans(call.hidden.device)),
             # Index, cheapest first, so that MAX over ranks is safe; "none" is so on all ranks or on none.

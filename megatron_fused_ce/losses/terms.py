@@ -73,9 +73,7 @@ class Rows:
     def loss(self) -> Tensor:
         """``-log p_y``, with all its digits; ``lse - m`` of a label outside the vocabulary. Of several labels
         the first one's, as all that is of one label."""
-        if self._shifts is not None:
-            return -self.log_probs[0]
-        return self._loss_of_left_out
+        return self._loss_of_left_out if self._shifts is None else -self.log_probs[0]
 
     @property
     def _loss_of_left_out(self) -> Tensor:

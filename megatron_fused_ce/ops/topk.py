@@ -6,10 +6,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fused_ce.config import FusedCEConfig, takes_config
+from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.head import tokens
 from megatron_fused_ce.head.autograd import autocast_off, uncompiled
-from megatron_fused_ce.head.call import DEFAULT_CONFIG, Call
+from megatron_fused_ce.head.call import DEFAULT_CONFIG, Call, takes_config
 from megatron_fused_ce.head.spec import check_arguments
 from megatron_fused_ce.head.targets import in_token_order, inv_temperature_of
 from megatron_fused_ce.logits.gemm_rows import gemm_then_rows, write_logits
@@ -21,7 +21,7 @@ from megatron_fused_ce.ops.arguments import (
     widened,
 )
 from megatron_fused_ce.ops.shards import Shards, cut_of
-from megatron_fused_ce.ranks.agreement import check_group
+from megatron_fused_ce.ranks.agreement import history_of
 from megatron_fused_ce.ranks.collectives import DONE, VocabParallel
 
 
@@ -72,7 +72,7 @@ def fused_linear_topk(
     """
     wrong: Exception | None = why_no_layout("hidden", hidden, batch_first)
     hidden = widened(sequence_first(hidden, batch_first), weight)
-    check_group(tp_group)
+    history_of(tp_group)  # raises where it is none
     comm = VocabParallel.of(tp_group, sequence_parallel)
     labels = mask = hidden  # for the error alone
     if isinstance(hidden, Tensor) and hidden.dim() in (2, 3):
