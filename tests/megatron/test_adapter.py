@@ -21,7 +21,7 @@ import torch
 
 import megatron_fused_ce
 from megatron_fused_ce import FusedCEConfig
-from megatron_fused_ce.adapter import arguments, report, switch
+from megatron_fused_ce.adapter import arguments, forms, report, switch
 from megatron_fused_ce.adapter.deferred_logits import DeferredLogits, LossAndArgmax
 from megatron_fused_ce.adapter.main_grad import open_grad_weight_for
 from megatron_fused_ce.adapter.token_weights import TokenWeights
@@ -808,9 +808,11 @@ def test_an_adopted_layer_can_be_copied_and_pickled():
     layer.weight = torch.nn.Parameter(torch.ones(3, 2))
     layer.sequence_parallel = False
     ColumnParallelLinear.adopt(layer, FusedCEConfig(num_chunks=2), False, "GPTModel")
+    layer.fused_ce_held = forms.Held("", frozenset())
     for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert type(copied) is ColumnParallelLinear
         assert copied.fused_ce_config == layer.fused_ce_config
+        assert copied.fused_ce_held.of == copied.fused_ce_held.changed() == ""
 
 
 @pytest.mark.parametrize(
