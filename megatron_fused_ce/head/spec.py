@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_fused_ce.head.agree import compared
 from megatron_fused_ce.head.call import NOTHING_ELSE, Call, OtherTargets
 from megatron_fused_ce.head.promise import HeadOfGroup, broken_promise
 from megatron_fused_ce.head.tokens import Tokens
-from megatron_fused_ce.head.validation import check_call, check_requested, check_temperature
+from megatron_fused_ce.head.validation import check_arguments
 from megatron_fused_ce.logits import LogitsBackend, choose
 from megatron_fused_ce.logits.choose import Requested
 from megatron_fused_ce.losses.label import loss_of
@@ -30,10 +31,7 @@ from megatron_fused_ce.planner import memory
 from megatron_fused_ce.ranks.agreement import (
     GroupHistory,
     Settled,
-    Shard,
     check_true_vocab_size,
-    compare,
-    compare_numbers,
     history_of,
 )
 from megatron_fused_ce.ranks.collectives import VocabParallel
@@ -43,14 +41,12 @@ MAX_SPECS = 512
 
 #: Fields of a call that its spec depends on: tensors, by shape, stride, dtype, device and requires_grad; and
 #: options, by value.
-_TENSORS = ("hidden", "weight", "labels", "token_weights", "temperature")
-_OPTIONS = (
+TENSORS = ("hidden", "weight", "labels", "token_weights", "temperature")
+OPTIONS = (
     *("sequence_parallel", "vocab_start", "config", "outputs", "differentiable", "terms", "zero_unknown"),
     *("reduce_grad_hidden", "with_argmax", "uses_in_flight", "head"),
 )
-#: Options that each rank has for itself; all others, and the config's, must be equal on all ranks.
-_OF_RANK = {"vocab_start", "config", "head"}
-_tensors_of, _options_of = attrgetter(*_TENSORS), attrgetter(*_OPTIONS)
+_tensors_of, _options_of = attrgetter(*TENSORS), attrgetter(*OPTIONS)
 
 
 class Spec(NamedTuple):
@@ -306,46 +302,6 @@ def _head_of(call: Call) -> Hashable | None:
     )
 
 
-def check_arguments(call: Call, comm: VocabParallel) -> None:
-    """Check what this rank was called with, by itself.
-
-    Raises:
-        TypeError, ValueError: an argument does not fit.
-    """
-    if call.caller_error is not None:
-        raise call.caller_error
-    check_call(
-        call.hidden,
-        call.weight,
-        call.labels,
-        call.token_weights,
-        call.vocab_start,
-        comm.num_parts,
-        comm.size,
-    )
-    check_requested(
-        call.config,
-        call.weight,
-        comm.size,
-        call.outputs,
-        dict(call.terms),
-        call.other_targets.outputs,
-    )
-    check_temperature(call.temperature, call.labels)
-    call.other_targets.check(call, comm.size)
-    if comm.sequence_parallel and not call.reduce_grad_hidden:
-        raise ValueError(
-            "sequence_parallel=True gives every rank the gradient of its own tokens, summed over the "
-            "ranks; reduce_grad_hidden=False is for hidden states that the caller has gathered"
-        )
-    needs_grad = torch.is_grad_enabled() and (call.hidden.requires_grad or call.weight.requires_grad)
-    if call.config.strategy == "grad_in_forward" and call.token_weights is None and needs_grad:
-        raise ValueError(
-            "strategy 'grad_in_forward' makes the gradients in the forward and needs token_weights, the "
-            "weights that the loss will be multiplied by; give them, or use 'store' or 'recompute'"
-        )
-
-
 def _choose(call: Call, why_not_here: str) -> tuple[LogitsBackend, str]:
     others = call.other_targets
     requested = Requested(
@@ -426,61 +382,3 @@ def _all_sizes(comm: VocabParallel, settled: Settled, instead: str) -> tuple[int
             f"compare their shards; run one step before the capture, as warm-up does, or give {instead}"
         )
     return settled.shard_sizes
-
-
-def _must_agree(call: Call) -> dict[str, str]:
-    """What must be equal on every rank, in words, by the name that an error gives it."""
-    words = {"grad mode": _grad_mode(call)}
-    words |= {name: _in_words(getattr(call, name)) for name in (*_TENSORS, *_OPTIONS) if name not in _OF_RANK}
-    words["labels or teacher"] = _in_words(call.other_targets)
-    words["terms"] = ", ".join(f"{name} {term.in_words()}" for name, term in call.terms)
-    rows_differ = call.weight[:0] if isinstance(call.weight, Tensor) else None
-    words["weight"] = _in_words(rows_differ)
-    words["vocab_start given"] = str(call.vocab_start is not None)
-    return words | {name: repr(value) for name, value in vars(call.config).items()}
-
-
-def _grad_mode(call: Call) -> str:
-    if not (call.hidden.requires_grad or call.weight.requires_grad):
-        return "no operand requires a gradient"
-    return "on" if torch.is_grad_enabled() else "off"
-
-
-def _in_words(value: Any) -> str:
-    """Text that is compared across ranks: a value's repr, for tensors dtype, shape and requires_grad."""
-    if isinstance(value, OtherTargets):
-        return ", ".join(f"{name} {_in_words(given)}" for name, given in value.arguments.items())
-    if not isinstance(value, Tensor):
-        return repr(value)
-    grad = ", requires grad" if value.requires_grad else ""
-    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}{grad}"
-
-
-def compared(
-    call: Call,
-    comm: VocabParallel,
-    error: Exception | None,
-    of_rank: dict[str, int] | None = None,
-    more: dict[str, int] | None = None,
-) -> Settled:
-    """This call's arguments compared over the ranks of its group; ``error``: what this rank found wrong.
-
-    ``of_rank``, collectives and errors are those of :func:`.parallel.compare`; ``more`` must be equal
-    on every rank, too. With ``config.debug_checks`` then those of :func:`.parallel.compare_numbers`, for all
-    tensors with a number for each token.
-    """
-    assert comm.group is not None
-    shard = Shard(None, 0)
-    same: dict[str, str] = {}
-    if error is None:
-        shard = Shard(call.vocab_start, call.weight.shape[0])
-        same = _must_agree(call) | {name: str(value) for name, value in (more or {}).items()}
-    settled = compare(comm.group, same, of_rank or {}, shard, call.config.true_vocab_size, error)
-    if call.config.debug_checks:
-        others = call.other_targets
-        per_token = {
-            **{"labels": call.labels, "token_weights": call.token_weights, "temperature": call.temperature},
-            **{name: others.arguments[name] for name in others.per_token},
-        }
-        compare_numbers(per_token, comm.group)
-    return settled

@@ -33,6 +33,7 @@ from megatron_fused_ce.kernels.records import (
     RowStatistics,
 )
 from megatron_fused_ce.losses.statistics import TokenTerms
+from megatron_fused_ce.losses.words import in_words
 
 #: Statistics that a term may ask for: fields of :class:`.ExtraStatistics`.
 NEEDS = ("logit_sum", "weighted", "best")
@@ -309,9 +310,13 @@ class Term:
         return {name: getattr(self, name) for name in (*named, *vars(self))}
 
     def in_words(self) -> str:
-        """The same on every rank that has the same term, and on no other."""
+        """The same on every rank that has the same term, and on no other.
+
+        Raises:
+            TypeError: an attribute cannot be compared (:func:`.in_words`).
+        """
         if self.parts[0] is self:
-            inside = [f"{name}={value!r}" for name, value in self.attributes.items()]
+            inside = [f"{name}={in_words(value)}" for name, value in self.attributes.items()]
         else:
             inside = [str(getattr(self, "factor", "")), *(term.in_words() for term in self.parts)]
         return f"{type(self).__qualname__}({', '.join(inside)})"

@@ -10,8 +10,8 @@ from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.head import tokens
 from megatron_fused_ce.head.autograd import autocast_off, uncompiled
 from megatron_fused_ce.head.call import DEFAULT_CONFIG, Call, takes_config
-from megatron_fused_ce.head.spec import check_arguments
 from megatron_fused_ce.head.targets import in_token_order, inv_temperature_of
+from megatron_fused_ce.head.validation import check_arguments
 from megatron_fused_ce.logits.gemm_rows import gemm_then_rows, write_logits
 from megatron_fused_ce.ops.arguments import (
     sequence_first,
@@ -109,7 +109,7 @@ def fused_linear_topk(
         hidden, inv_t = kept.take(hidden, comm.part), kept.of_tokens(inv_t)
         log_probs, ids = mask.new_empty((*mask.shape, k)), labels.new_empty((*mask.shape, k))
         # The K blocks of columns with the largest maxima hold the K largest logits: an entry of another block
-        # has K maxima before it. Maxima and entries of K blocks are few alike with blocks of sqrt(V / K).
+        # has K maxima before it. With sqrt(V / K) columns each, both are few. Padding has the lowest key.
         start, rows = shards.starts[comm.rank], len(weight)
         real = min(max(shards.end - start, 0), rows)  # without padding
         block = 1 << min(8, max(3, (real // k).bit_length() // 2))
@@ -153,6 +153,6 @@ def fused_linear_topk(
 
 
 def _keys(values: Tensor, places: Tensor) -> Tensor:
-    """int64 in the order of fp32 ``values``; of equal ones, as 0.0 and -0.0, the lower place is larger."""
+    """int64, larger for larger fp32 ``values`` (-0.0 is 0.0), then for lower ``places``, half of ``~key``."""
     bits = (values + 0.0).view(torch.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(torch.int64) * 2**32 + (~places & 0xFFFFFFFF)
