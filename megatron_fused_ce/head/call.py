@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,9 +22,6 @@ from megatron_fused_ce.logits import LogitsBackend, OrderedTargets
 from megatron_fused_ce.losses.label import CROSS_ENTROPY
 from megatron_fused_ce.losses.terms import Term
 from megatron_fused_ce.ranks.collectives import VocabParallel
-
-if TYPE_CHECKING:
-    from megatron_fused_ce.head.spec import Spec
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -98,9 +95,9 @@ class OtherTargets:
         return base
 
     def in_order(
-        self, labels: Tensor, num_rows: int, config: FusedCEConfig, spec: Spec
+        self, call: Call, comm: VocabParallel, vocab_start: int, remakes: bool
     ) -> OrderedTargets | None:
-        """In the order of the hidden states; ``num_rows``: of the weight."""
+        """In the order of the hidden states; ``remakes``: the backward makes logits of some chunk again."""
         return None
 
 
