@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
-from typing import Any, ParamSpec, TypeVar
-
-P = ParamSpec("P")
-R = TypeVar("R")
+from dataclasses import dataclass, replace
+from typing import Any
 
 #: Numbers stay below this: they are used in fp32.
 FP32_LIMIT = 2.0**127
@@ -149,25 +144,3 @@ def why_no_config(config: object) -> TypeError | None:
     return TypeError(
         f"config must be a FusedCEConfig, got {config!r:.80}: give FusedCEConfig({example}) or the like"
     )
-
-
-def takes_config(function: Callable[P, R]) -> Callable[P, R]:
-    """Wrap a function with a ``config`` argument, for a clear error if an option is not in the config.
-
-    The wrapped function raises ``TypeError`` for a keyword that is a field of :class:`FusedCEConfig`.
-    """
-    options = {option.name for option in fields(FusedCEConfig)}
-    options -= inspect.signature(function).parameters.keys()
-
-    @functools.wraps(function)
-    def with_config(*args: P.args, **kwargs: P.kwargs) -> R:
-        misplaced = [name for name in kwargs if name in options]
-        if misplaced:
-            given = ", ".join(f"{name}={kwargs[name]!r}" for name in misplaced)
-            raise TypeError(
-                f"{', '.join(misplaced)} belongs to the config: give config=FusedCEConfig({given}) to "
-                f"{function.__name__}()"
-            )
-        return function(*args, **kwargs)
-
-    return with_config

@@ -185,7 +185,7 @@ def _add_advanced(group: argparse._ArgumentGroup) -> None:
         nargs="+",
         default=None,
         metavar="DIGEST",
-        help="stand in for edited functions of Megatron's with these digests, which the log names: the head "
+        help="stand in for functions that are not known, with these digests, which the log names: the head "
         "computes what Megatron's own do",
     )
 

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fused_ce.config import FusedCEConfig, changed, takes_config, why_no_config
+from megatron_fused_ce.config import FusedCEConfig, changed, why_no_config
 from megatron_fused_ce.distillation.teacher import Distillation
 from megatron_fused_ce.head.autograd import linear_cross_entropy
-from megatron_fused_ce.head.call import DEFAULT_CONFIG, Call
+from megatron_fused_ce.head.call import DEFAULT_CONFIG, Call, takes_config
 from megatron_fused_ce.ops.arguments import (
     sequence_first,
     temperature_of,

@@ -133,7 +133,7 @@ class Distillation(OtherTargets):
         comm, weights = spec.comm, self.label_weights
         if isinstance(weights, Tensor):
             given, weights = weights, in_token_order(weights.detach().float(), labels, comm.num_parts)
-            read_again = spec.needs_grad and spec.plan.remakes  # else what they make is saved
+            read_again = spec.needs_grad and spec.remakes  # else what they make is saved
             if read_again and weights.data_ptr() == given.data_ptr():
                 weights = weights.clone()  # whose caller may refill its buffer before the backward
         elif weights is not None:

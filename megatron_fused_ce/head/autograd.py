@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from megatron_fused_ce.head import loop, promise
 from megatron_fused_ce.head.call import Call
@@ -65,24 +66,6 @@ def differentiated_once(backward: Callable[..., Gradients]) -> Callable[..., Gra
     return once
 
 
-def take_apart(structure: Any, tensors: list[Tensor | None]) -> Any:
-    """Append the tensors of nested tuples, and Nones, to ``tensors``; the structure with None for each."""
-    parts: list[Any] = []
-    for part in structure:
-        if isinstance(part, tuple):
-            parts.append(take_apart(part, tensors))
-        else:
-            tensors.append(part)
-            parts.append(None)
-    return tuple.__new__(type(structure), parts)
-
-
-def put_together(structure: Any, tensors: Iterator[Tensor | None]) -> Any:
-    """The inverse of :func:`take_apart`."""
-    parts = [next(tensors) if part is None else put_together(part, tensors) for part in structure]
-    return tuple.__new__(type(structure), parts)
-
-
 class FusedLinearCrossEntropy(torch.autograd.Function):
     """Hidden states and weight in, losses and requested outputs out."""
 
@@ -119,8 +102,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
             ctx.hidden_shape = hidden.shape
             # The input itself where it can be, which autograd knows.
             ctx.saves_input = kept is None and not spec.copies[0]
-            tensors: list[Tensor | None] = []
-            ctx.structure = take_apart((saved, ignored, kept), tensors)
+            tensors, ctx.structure = pytree.tree_flatten((saved, ignored, kept))
             ctx.save_for_backward(hidden if ctx.saves_input else flat, weight, *tensors)
         outputs = spec.logits.outputs
         results = returned(whole, outputs, kept, ignored, in_batch)
@@ -136,10 +118,11 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         """Collectives: the verdict's (:class:`.promise.Verdict`) where gradients were made in the forward or
         tokens were skipped; then :func:`.loop.backward`'s."""
         with_hidden, with_weight, *others = ctx.needs_input_grad
+        no_others = (None,) * len(others)
         if all(grad is None for grad in grads):
-            return None, None, *(None for _ in others)
+            return None, None, *no_others
         hidden, weight, *tensors = ctx.saved_tensors
-        saved, ignored, kept = put_together(ctx.structure, iter(tensors))
+        saved, ignored, kept = pytree.tree_unflatten(tensors, ctx.structure)
         spec, tokens, made, device = ctx.spec, ctx.tokens, ctx.made, weight.device
         ctx.made = None
         upstream = upstream_of(grads, spec.logits.outputs, tokens.num_parts, ignored)
@@ -148,8 +131,8 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         lost, of_all = None, upstream
         if kept is not None:
             lost, upstream = kept.count_lost(upstream), kept.upstream(upstream)
-        if saved.others is not None:
-            upstream = saved.others.masked(upstream)
+        if saved.targets.others is not None:
+            upstream = saved.targets.others.masked(upstream)
         grad_weight = None
         if with_weight:
             num_products = len(tokens.chunks) if saved.matrix is None else 1
@@ -171,7 +154,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
                         del made  # before anything is allocated for others
                         if verdict.broken:
                             spec.promise_was_broken()
-                if spec.plan.in_forward:
+                if spec.in_forward:
                     promise.count(result is not None)
                 if result is None:
                     hidden = hidden.reshape(-1, hidden.shape[-1])
@@ -190,7 +173,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
                 if spoilt:
                     kept.spoil_rows_(grad_hidden, of_all, spec.comm.part)
             grad_hidden = grad_hidden.view(ctx.hidden_shape)
-        return grad_hidden, of_weight, *(None for _ in others)
+        return grad_hidden, of_weight, *no_others
 
 
 def autocast_off(device: torch.device) -> AbstractContextManager[Any]:

@@ -108,7 +108,7 @@ class HiddenStates:
         self._started += 1
         chunk = self._chunks[index]
         out = self._buffer(index, chunk)
-        self._under_way[index] = out, self._comm.gather(self._tokens.rows(self._hidden, chunk), out)
+        self._under_way[index] = out, self._comm.gather(self._hidden[chunk.start : chunk.stop], out)
         return True
 
     def take(self, chunk: Chunk) -> Tensor:
@@ -116,7 +116,7 @@ class HiddenStates:
         started before."""
         index, self._taken = self._taken, self._taken + 1
         if not self._comm.sequence_parallel:
-            return self._tokens.rows(self._hidden, chunk)
+            return self._hidden[chunk.start : chunk.stop]
         if index not in self._under_way:
             self.start()
         self.last, pending = self._under_way.pop(index)
@@ -163,7 +163,7 @@ class GradHidden:
 
     def add(self, chunk: Chunk, grad: LogitsGrad) -> None:
         """Collectives: starts those of :meth:`.VocabParallel.reduce_grad_hidden`."""
-        own = out = self._tokens.rows(self._rows, chunk)
+        own = out = self._rows[chunk.start : chunk.stop]
         if self._tokens.num_parts > 1:
             self._wait(but=self._depth - 1)
             out = self._unreduced.slot(chunk.index, chunk)

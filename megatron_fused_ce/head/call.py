@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import functools
+import inspect
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +25,9 @@ from megatron_fused_ce.ranks.collectives import VocabParallel
 
 if TYPE_CHECKING:
     from megatron_fused_ce.head.spec import Spec
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 DEFAULT_CONFIG = FusedCEConfig()
 
@@ -200,3 +206,25 @@ def _cached(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
             return None
         copy: Tensor = transposed.t()
         return copy if copy.dtype == dtype and copy.shape == weight.shape else None
+
+
+def takes_config(function: Callable[P, R]) -> Callable[P, R]:
+    """Wrap a function with a ``config`` argument, for a clear error if an option is not in the config.
+
+    The wrapped function raises ``TypeError`` for a keyword that is a field of :class:`FusedCEConfig`.
+    """
+    options = {option.name for option in fields(FusedCEConfig)}
+    options -= inspect.signature(function).parameters.keys()
+
+    @functools.wraps(function)
+    def with_config(*args: P.args, **kwargs: P.kwargs) -> R:
+        misplaced = [name for name in kwargs if name in options]
+        if misplaced:
+            given = ", ".join(f"{name}={kwargs[name]!r}" for name in misplaced)
+            raise TypeError(
+                f"{', '.join(misplaced)} belongs to the config: give config=FusedCEConfig({given}) to "
+                f"{function.__name__}()"
+            )
+        return function(*args, **kwargs)
+
+    return with_config

@@ -61,14 +61,9 @@ class Accumulator(GradWeight):
         """After a failed backward: leave no partial sum that could be taken for the whole."""
 
 
-#: Opens one: (weight, number of products, whether a scale is to be undone). Its attribute ``kind``, a name of
-#: :data:`.WGRAD_ACCUMULATORS`, is for the plan of memory.
+#: Opens one: (weight, number of products, whether a scale of them is to be undone). Its attribute ``kind``, a
+#: name of :data:`.WGRAD_ACCUMULATORS` and "returned" without it, is for the plan of memory.
 OpenGradWeight = Callable[[Tensor, int, bool], Accumulator]
-
-
-def kind_of(open_grad_weight: OpenGradWeight) -> str:
-    """Name in :data:`.WGRAD_ACCUMULATORS`."""
-    return str(getattr(open_grad_weight, "kind", "returned"))
 
 
 class ReturnedGradWeight(Accumulator):

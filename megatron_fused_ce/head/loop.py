@@ -61,7 +61,7 @@ from megatron_fused_ce.head.promise import Verdict
 from megatron_fused_ce.head.spec import Spec
 from megatron_fused_ce.head.tokens import Tokens
 from megatron_fused_ce.kernels.records import Merged
-from megatron_fused_ce.logits import LogitsGrad, OrderedTargets, Scores, Targets
+from megatron_fused_ce.logits import LogitsGrad, Scores, Targets
 from megatron_fused_ce.losses.statistics import Upstream
 from megatron_fused_ce.planner.chunks import Chunk
 from megatron_fused_ce.ranks.collectives import DONE
@@ -92,8 +92,7 @@ class Saved(NamedTuple):
     chunks: tuple[SavedChunk, ...]
     last_hidden: Tensor | None  # [C, H]: X of the last chunk, where it was gathered
     matrix: Tensor | None  # [T, V]: E of all chunks, one after the other, for one product of grad_weight
-    others: OrderedTargets | None  # Targets.others
-    inv_temperature: Tensor | None  # [parts, n] fp32
+    targets: Targets  # but the labels, which the chunks have
 
 
 class Made(NamedTuple):
@@ -124,14 +123,14 @@ def forward(
       with the merge of 0); the first step of its merge; what is left of the merge of ``c - 1``; the reduction
       of the ``grad_hidden`` of ``c - 1``.
     """
-    comm, logits, plan, device = spec.comm, spec.logits, spec.plan, weight.device
-    in_forward = plan.in_forward and spec.needs_grad
-    num_stored = plan.stored_chunks if spec.needs_grad else 0
-    at_once = plan.wgrad_at_once and spec.grad_weight and num_stored > 0
+    comm, logits, device = spec.comm, spec.logits, weight.device
+    num_stored, in_forward = spec.num_stored, spec.in_forward
     lag = 1 if comm.size > 1 and not logits.settles_at_once else 0
     hidden_states = HiddenStates(tokens, comm, hidden, tokens.chunks, depth=3 if in_forward else 2)
     ring = Ring(tokens, weight, len(weight), lag + 1 if in_forward else 1, logits.logits_dtype)
-    matrix = weight.new_empty(tokens.num_parts * tokens.num, len(weight)) if at_once else None
+    matrix = None
+    if spec.one_product and tokens.chunks:
+        matrix = weight.new_empty(tokens.num_parts * tokens.num, len(weight))
     here = None
     if in_forward:
         assert token_weights is not None
@@ -149,12 +148,17 @@ def forward(
         if matrix is not None:
             p = tokens.of_all(matrix, chunk)
         elif chunk.index < num_stored:
-            p = weight.new_empty(tokens.size_of(chunk), len(weight), dtype=logits.logits_dtype)
+            p = weight.new_empty(len(x), len(weight), dtype=logits.logits_dtype)
         else:
             p = ring.slot(chunk.index, chunk) if in_forward or logits.needs_logits_buffer else None
         scores = logits.logits_gemm(x, weight, of_chunk, sample, p)
+        stats = scores.stats
+        if "best" in logits.outputs.needs:  # of several shards the lowest id counts
+            assert stats.argmax is not None
+            best = (stats.argmax + spec.vocab_start).float()
+            stats = stats._replace(extra=stats.extra._replace(best=best))
         with comm.coalesced(device):
-            merge = comm.start_merge(spec.with_global_ids(scores.stats), logits.token_ops)
+            merge = comm.start_merge(stats, logits.token_ops)
             if not in_forward or chunk.index == 0:
                 hidden_states.start()
         if p is None:  # tile statistics that finalize will not read must not live through a product
@@ -176,8 +180,7 @@ def forward(
             row_scale = None
             if uses_p:
                 assert p is not None
-                with phase("statistics"):
-                    row_scale = logits.finalize(p, of_chunk, scores, merged)
+                row_scale = logits.finalize(p, of_chunk, scores, merged)
             terms, labels = None, None
             if row_scale is None:
                 terms, labels = logits.outputs.saved(merged), of_chunk.labels
@@ -195,13 +198,12 @@ def forward(
             finish(*waiting.popleft())
     while waiting:
         finish(*waiting.popleft())
-    last = None
-    if here is None and plan.saves_last_hidden and (spec.grad_weight or num_stored < len(tokens.chunks)):
-        last = hidden_states.last  # with which the backward begins
-    others = None if targets.others is None else targets.others.saved(plan.remakes)
-    outputs = whole or results.of_no_tokens(logits.outputs, tokens.num_parts, device)
-    kept = Saved(tuple(saved), last, matrix, others, targets.inv_temperature)
-    return logits.whole(outputs, targets.others), kept, None if here is None else here.made()
+    last = hidden_states.last if spec.keeps_last and here is None else None
+    outputs = logits.whole(whole or results.of_no_tokens(logits, tokens, device), targets.others)
+    if targets.others is not None and spec.needs_grad:
+        targets = targets._replace(others=targets.others.saved(spec.remakes))
+    kept = Saved(tuple(saved), last, matrix, targets._replace(labels=None))  # type: ignore[arg-type]
+    return outputs, kept, None if here is None else here.made()
 
 
 class _InForward:
@@ -234,8 +236,8 @@ class _InForward:
         logits = self.spec.logits
         upstream = self.upstream.map(partial(self.tokens.split, chunk=chunk))
         terms = logits.outputs.saved(merged)
+        row_scale = logits.finalize(p, of_chunk, scores, merged)
         with phase("grad-logits"):
-            row_scale = logits.finalize(p, of_chunk, scores, merged)
             out = self.out.slot(chunk.index, chunk)
             grad = logits.grad_from_saved(p, row_scale, of_chunk, terms, upstream, out)
         _differentiate(self.spec, chunk, x, grad, self.hidden_states, self.grad_hidden, self.grad_weight)
@@ -266,9 +268,9 @@ def backward(
     With ``E`` of all chunks in one matrix: per chunk that reduction and that gather in one launch, under the
     next chunk's ``grad_hidden``, and the last reduction under ``grad_weight``.
     """
-    comm, logits, num_stored, device = spec.comm, spec.logits, spec.plan.stored_chunks, weight.device
+    comm, logits, num_stored, device = spec.comm, spec.logits, spec.num_stored, weight.device
     bound = _bound(spec, tokens, saved, upstream) if weight.dtype == torch.float16 else None
-    upstream, inv_scale = _scaled(spec, upstream, saved.inv_temperature, weight, bound)
+    upstream, inv_scale = _scaled(spec, upstream, saved.targets.inv_temperature, weight, bound)
     matrix, at_once = saved.matrix, saved.matrix is not None and grad_weight is not None
     chunks = tokens.chunks[::-1]
     read = [c for c in chunks if grad_weight is not None or (with_hidden and c.index >= num_stored)]
@@ -286,7 +288,7 @@ def backward(
             if hidden_states.start():
                 comm.delay_next_product(device)
         split = partial(tokens.split, chunk=chunk)
-        of_chunk = _targets_of(saved, kept, chunk, split)
+        of_chunk = saved.targets.of_chunk(chunk, split)._replace(labels=kept.labels)  # type: ignore[arg-type]
         of_tokens = upstream.map(split)
         with phase("grad-logits"):
             if chunk.index < num_stored:
@@ -317,16 +319,6 @@ def backward(
         return rows, None
     with phase("grad-weight"):
         return rows, grad_weight.close(inv_scale)
-
-
-def _targets_of(saved: Saved, kept: SavedChunk, chunk: Chunk, split: Callable[[Tensor], Tensor]) -> Targets:
-    """Targets of a saved chunk."""
-    inv_temperature, others = saved.inv_temperature, saved.others
-    return Targets(
-        kept.labels,  # type: ignore[arg-type]
-        None if inv_temperature is None else split(inv_temperature),
-        None if others is None else others.of_chunk(chunk, split),
-    )
 
 
 def _differentiate(
@@ -408,7 +400,7 @@ def _bound(spec: Spec, tokens: Tokens, saved: Saved, upstream: Upstream) -> Tens
         return None
     bound = torch.ones_like(upstream.loss)
     for chunk, kept in zip(tokens.chunks, saved.chunks, strict=True):
-        of_chunk = _targets_of(saved, kept, chunk, partial(tokens.split, chunk=chunk))
+        of_chunk = saved.targets.of_chunk(chunk, partial(tokens.split, chunk=chunk))
         found = spec.logits.bound_of(kept.terms, kept.row_scale, of_chunk)
         if found is not None:
             bound[:, chunk.start : chunk.stop] = found.view(len(bound), -1)

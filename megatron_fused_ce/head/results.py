@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_fused_ce.head.tokens import Kept, Tokens
+from megatron_fused_ce.logits import LogitsBackend
 from megatron_fused_ce.losses.outputs import Outputs
 from megatron_fused_ce.losses.statistics import Upstream
 from megatron_fused_ce.planner.chunks import Chunk
@@ -29,9 +30,9 @@ def put(
         whole[name][..., chunk.start : chunk.stop] = of_chunk.view(*of_chunk.shape[:-1], tokens.num_parts, -1)
 
 
-def of_no_tokens(outputs: Outputs, num_parts: int, device: torch.device) -> dict[str, Tensor]:
+def of_no_tokens(logits: LogitsBackend, tokens: Tokens, device: torch.device) -> dict[str, Tensor]:
     """Outputs for an empty batch."""
-    empty = torch.empty(num_parts, 0, dtype=torch.float32, device=device)
+    outputs, empty = logits.outputs, torch.empty(tokens.num_parts, 0, dtype=torch.float32, device=device)
     return {
         name: empty.expand(outputs.num_labels, -1, -1) if term.per_label else empty.to(term.dtype)
         for name, term in outputs.terms

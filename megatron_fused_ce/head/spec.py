@@ -16,12 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_fused_ce.head.agree import compared
 from megatron_fused_ce.head.call import NOTHING_ELSE, Call, OtherTargets
-from megatron_fused_ce.head.grad_weight import kind_of
 from megatron_fused_ce.head.promise import HeadOfGroup, broken_promise
 from megatron_fused_ce.head.tokens import Tokens
-from megatron_fused_ce.head.validation import check_call, check_requested, check_temperature
-from megatron_fused_ce.kernels.records import RowStatistics
+from megatron_fused_ce.head.validation import check_arguments
 from megatron_fused_ce.logits import LogitsBackend, choose
 from megatron_fused_ce.logits.choose import Requested
 from megatron_fused_ce.losses.label import loss_of
@@ -32,11 +31,7 @@ from megatron_fused_ce.planner import memory
 from megatron_fused_ce.ranks.agreement import (
     GroupHistory,
     Settled,
-    Shard,
-    check_group,
     check_true_vocab_size,
-    compare,
-    compare_numbers,
     history_of,
 )
 from megatron_fused_ce.ranks.collectives import VocabParallel
@@ -46,14 +41,12 @@ MAX_SPECS = 512
 
 #: Fields of a call that its spec depends on: tensors, by shape, stride, dtype, device and requires_grad; and
 #: options, by value.
-_TENSORS = ("hidden", "weight", "labels", "token_weights", "temperature")
-_OPTIONS = (
+TENSORS = ("hidden", "weight", "labels", "token_weights", "temperature")
+OPTIONS = (
     *("sequence_parallel", "vocab_start", "config", "outputs", "differentiable", "terms", "zero_unknown"),
     *("reduce_grad_hidden", "with_argmax", "uses_in_flight", "head"),
 )
-#: Options that each rank has for itself; all others, and the config's, must be equal on all ranks.
-_OF_RANK = {"vocab_start", "config", "head"}
-_tensors_of, _options_of = attrgetter(*_TENSORS), attrgetter(*_OPTIONS)
+_tensors_of, _options_of = attrgetter(*TENSORS), attrgetter(*OPTIONS)
 
 
 class Spec(NamedTuple):
@@ -68,6 +61,13 @@ class Spec(NamedTuple):
     vocab_start: int
     grad_hidden: bool  # which operands get a gradient
     grad_weight: bool
+    #: the strategy: how many leading chunks keep their logits, whether gradients are made in the forward, and
+    #: whether one product over all tokens makes grad_weight
+    num_stored: int
+    in_forward: bool
+    one_product: bool
+    #: whether the hidden states gathered last wait for the backward
+    keeps_last: bool
     head: HeadOfGroup
     history: GroupHistory
 
@@ -75,13 +75,10 @@ class Spec(NamedTuple):
     def needs_grad(self) -> bool:
         return self.grad_hidden or self.grad_weight
 
-    def with_global_ids(self, stats: RowStatistics) -> RowStatistics:
-        """With ``best`` where an output needs it, the global id of the shard's largest logit."""
-        if "best" not in self.logits.outputs.needs:
-            return stats
-        assert stats.argmax is not None
-        best = (stats.argmax + self.vocab_start).float()
-        return stats._replace(extra=stats.extra._replace(best=best))
+    @property
+    def remakes(self) -> bool:
+        """Whether the backward makes logits of some chunk again, from labels and statistics."""
+        return self.needs_grad and self.num_stored < len(self.tokens.chunks)
 
     def promise_was_broken(self) -> None:
         """Let later calls of this head plan without token weights, and tell the user, once."""
@@ -102,7 +99,6 @@ def spec_of(call: Call) -> Spec:
     Raises:
         TypeError, ValueError: an argument does not fit; on every rank where the call is compared.
     """
-    check_group(call.tp_group)
     history = history_of(call.tp_group)
     key, num_broken = _key(call), len(history.broken)
     if key is None or history.unequal or call.config.debug_checks:
@@ -133,7 +129,7 @@ def _key(call: Call) -> Hashable | None:
             call.other_targets if call.other_targets is NOTHING_ELSE else _kinds(call.other_targets),
             options,
             tuple(map(type, options)),  # True and 1 are equal
-            kind_of(call.open_grad_weight),
+            getattr(call.open_grad_weight, "kind", "returned"),
             torch.is_grad_enabled(),
             # Where TMA may load them.
             hidden.data_ptr() % 16,
@@ -186,6 +182,11 @@ def _make(call: Call, history: GroupHistory) -> Spec:
     outputs = _outputs(call, comm, settled, vocab_start, softcap, logits.saves_logits)
     logits = others.backend(call, replace(logits, outputs=outputs, logit_scale=logit_scale, comm=comm))
     grad_mode = torch.is_grad_enabled()
+    grad_hidden, grad_weight = (
+        grad_mode and call.hidden.requires_grad,
+        grad_mode and call.weight.requires_grad,
+    )
+    needs_grad = grad_hidden or grad_weight
     return Spec(
         comm=comm,
         plan=plan,
@@ -194,8 +195,12 @@ def _make(call: Call, history: GroupHistory) -> Spec:
         why_not_scaled_exp=why_not,
         copies=choose.must_copy(logits, call.hidden, call.weight),
         vocab_start=vocab_start,
-        grad_hidden=grad_mode and call.hidden.requires_grad,
-        grad_weight=grad_mode and call.weight.requires_grad,
+        grad_hidden=grad_hidden,
+        grad_weight=grad_weight,
+        num_stored=plan.stored_chunks if needs_grad else 0,
+        in_forward=plan.in_forward and needs_grad,
+        one_product=plan.wgrad_at_once and grad_weight,
+        keeps_last=plan.saves_last_hidden and (grad_weight or (needs_grad and plan.remakes)),
         head=head,
         history=history,
     )
@@ -269,7 +274,7 @@ class _LocalView(NamedTuple):
             choice = _choose(call, here)
         except (TypeError, ValueError, ImportError) as error:
             return _LocalView(error, head, facts=_NO_FACTS)
-        accumulator = kind_of(call.open_grad_weight) if weight.requires_grad else "none"
+        accumulator = getattr(call.open_grad_weight, "kind", "returned") if weight.requires_grad else "none"
         facts = {
             "device": _DEVICES.index(device_in_plans(call.hidden.device)),
             # Index, cheapest first, so that MAX over ranks is safe; "none" is so on all ranks or on none.
@@ -295,46 +300,6 @@ def _head_of(call: Call) -> Hashable | None:
         call.config.logits_backend,
         call.other_targets.of_head(),
     )
-
-
-def check_arguments(call: Call, comm: VocabParallel) -> None:
-    """Check what this rank was called with, by itself.
-
-    Raises:
-        TypeError, ValueError: an argument does not fit.
-    """
-    if call.caller_error is not None:
-        raise call.caller_error
-    check_call(
-        call.hidden,
-        call.weight,
-        call.labels,
-        call.token_weights,
-        call.vocab_start,
-        comm.num_parts,
-        comm.size,
-    )
-    check_requested(
-        call.config,
-        call.weight,
-        comm.size,
-        call.outputs,
-        dict(call.terms),
-        call.other_targets.outputs,
-    )
-    check_temperature(call.temperature, call.labels)
-    call.other_targets.check(call, comm.size)
-    if comm.sequence_parallel and not call.reduce_grad_hidden:
-        raise ValueError(
-            "sequence_parallel=True gives every rank the gradient of its own tokens, summed over the "
-            "ranks; reduce_grad_hidden=False is for hidden states that the caller has gathered"
-        )
-    needs_grad = torch.is_grad_enabled() and (call.hidden.requires_grad or call.weight.requires_grad)
-    if call.config.strategy == "grad_in_forward" and call.token_weights is None and needs_grad:
-        raise ValueError(
-            "strategy 'grad_in_forward' makes the gradients in the forward and needs token_weights, the "
-            "weights that the loss will be multiplied by; give them, or use 'store' or 'recompute'"
-        )
 
 
 def _choose(call: Call, why_not_here: str) -> tuple[LogitsBackend, str]:
@@ -417,61 +382,3 @@ def _all_sizes(comm: VocabParallel, settled: Settled, instead: str) -> tuple[int
             f"compare their shards; run one step before the capture, as warm-up does, or give {instead}"
         )
     return settled.shard_sizes
-
-
-def _must_agree(call: Call) -> dict[str, str]:
-    """What must be equal on every rank, in words, by the name that an error gives it."""
-    words = {"grad mode": _grad_mode(call)}
-    words |= {name: _in_words(getattr(call, name)) for name in (*_TENSORS, *_OPTIONS) if name not in _OF_RANK}
-    words["labels or teacher"] = _in_words(call.other_targets)
-    words["terms"] = ", ".join(f"{name} {term.in_words()}" for name, term in call.terms)
-    rows_differ = call.weight[:0] if isinstance(call.weight, Tensor) else None
-    words["weight"] = _in_words(rows_differ)
-    words["vocab_start given"] = str(call.vocab_start is not None)
-    return words | {name: repr(value) for name, value in vars(call.config).items()}
-
-
-def _grad_mode(call: Call) -> str:
-    if not (call.hidden.requires_grad or call.weight.requires_grad):
-        return "no operand requires a gradient"
-    return "on" if torch.is_grad_enabled() else "off"
-
-
-def _in_words(value: Any) -> str:
-    """Text that is compared across ranks: a value's repr, for tensors dtype, shape and requires_grad."""
-    if isinstance(value, OtherTargets):
-        return ", ".join(f"{name} {_in_words(given)}" for name, given in value.arguments.items())
-    if not isinstance(value, Tensor):
-        return repr(value)
-    grad = ", requires grad" if value.requires_grad else ""
-    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}{grad}"
-
-
-def compared(
-    call: Call,
-    comm: VocabParallel,
-    error: Exception | None,
-    of_rank: dict[str, int] | None = None,
-    more: dict[str, int] | None = None,
-) -> Settled:
-    """This call's arguments compared over the ranks of its group; ``error``: what this rank found wrong.
-
-    ``of_rank``, collectives and errors are those of :func:`.parallel.compare`; ``more`` must be equal
-    on every rank, too. With ``config.debug_checks`` then those of :func:`.parallel.compare_numbers`, for all
-    tensors with a number for each token.
-    """
-    assert comm.group is not None
-    shard = Shard(None, 0)
-    same: dict[str, str] = {}
-    if error is None:
-        shard = Shard(call.vocab_start, call.weight.shape[0])
-        same = _must_agree(call) | {name: str(value) for name, value in (more or {}).items()}
-    settled = compare(comm.group, same, of_rank or {}, shard, call.config.true_vocab_size, error)
-    if call.config.debug_checks:
-        others = call.other_targets
-        per_token = {
-            **{"labels": call.labels, "token_weights": call.token_weights, "temperature": call.temperature},
-            **{name: others.arguments[name] for name in others.per_token},
-        }
-        compare_numbers(per_token, comm.group)
-    return settled

@@ -51,12 +51,12 @@ def prepare(call: Call, spec: Spec) -> Prepared:
     if config.ignore_index is not None:
         ignored = ids == config.ignore_index
         columns = columns.masked_fill(ignored, -1)
-    read_again = spec.needs_grad and (spec.plan.remakes or not spec.logits.saves_e)
+    read_again = spec.needs_grad and (spec.remakes or not spec.logits.saves_e)
     if read_again and columns.data_ptr() == labels.data_ptr():
         columns = columns.clone()  # whose caller may refill its buffer before the backward
     others = call.other_targets.in_order(labels, call.weight.shape[0], config, spec)
     if weights is not None:
-        weights = weights.float() if spec.plan.in_forward else None
+        weights = weights.float() if spec.in_forward else None
     if weights is not None and ignored is not None and spec.logits.outputs.loss.of_label:
         weights = weights.masked_fill(ignored, 0.0)
     if kept is None:

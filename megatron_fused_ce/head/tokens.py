@@ -43,19 +43,9 @@ class Tokens(NamedTuple):
         # Of one token a rank, flatten gives a strided view.
         return per_token.flatten(-2).contiguous()
 
-    def rows(self, of_rank: Tensor, chunk: Chunk) -> Tensor:
-        """The chunk's rows of this rank's ``[n, ...]``."""
-        return of_rank if len(self.chunks) == 1 else of_rank[chunk.start : chunk.stop]
-
     def of_all(self, matrix: Tensor, chunk: Chunk) -> Tensor:
         """Rows ``[C, ...]`` of one chunk in a tensor ``[T, ...]`` ordered chunk after chunk."""
-        if len(self.chunks) == 1:
-            return matrix
         return matrix[self.num_parts * chunk.start : self.num_parts * chunk.stop]
-
-    def size_of(self, chunk: Chunk) -> int:
-        """``C``: its tokens over all parts."""
-        return self.num_parts * (chunk.stop - chunk.start)
 
     def first(self, num: int) -> Tokens:
         """The first ``num`` tokens of each part, in the same buffers."""

@@ -8,13 +8,57 @@ import torch
 from torch import Tensor
 
 from megatron_fused_ce.config import FusedCEConfig
+from megatron_fused_ce.head.agree import must_agree
+from megatron_fused_ce.head.call import Call
 from megatron_fused_ce.losses.outputs import OUTPUTS
 from megatron_fused_ce.losses.terms import Term
+from megatron_fused_ce.ranks.collectives import VocabParallel
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def check_call(
+def check_arguments(call: Call, comm: VocabParallel) -> None:
+    """Check what this rank was called with, by itself.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit.
+    """
+    if call.caller_error is not None:
+        raise call.caller_error
+    _check_tensors(
+        call.hidden,
+        call.weight,
+        call.labels,
+        call.token_weights,
+        call.vocab_start,
+        comm.num_parts,
+        comm.size,
+    )
+    _check_requested(
+        call.config,
+        call.weight,
+        comm.size,
+        call.outputs,
+        dict(call.terms),
+        call.other_targets.outputs,
+    )
+    _check_temperature(call.temperature, call.labels)
+    call.other_targets.check(call, comm.size)
+    if comm.sequence_parallel and not call.reduce_grad_hidden:
+        raise ValueError(
+            "sequence_parallel=True gives every rank the gradient of its own tokens, summed over the "
+            "ranks; reduce_grad_hidden=False is for hidden states that the caller has gathered"
+        )
+    needs_grad = torch.is_grad_enabled() and (call.hidden.requires_grad or call.weight.requires_grad)
+    if call.config.strategy == "grad_in_forward" and call.token_weights is None and needs_grad:
+        raise ValueError(
+            "strategy 'grad_in_forward' makes the gradients in the forward and needs token_weights, the "
+            "weights that the loss will be multiplied by; give them, or use 'store' or 'recompute'"
+        )
+    must_agree(call)  # over one rank, too, where nothing is compared
+
+
+def _check_tensors(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
@@ -136,7 +180,7 @@ def _wrong_shapes(
 LARGEST_ID = 2**24
 
 
-def check_requested(
+def _check_requested(
     config: FusedCEConfig,
     weight: Tensor,
     tp_size: int,
@@ -163,7 +207,7 @@ def check_requested(
         )
 
 
-def check_temperature(temperature: float | Tensor, labels: Tensor) -> None:
+def _check_temperature(temperature: float | Tensor, labels: Tensor) -> None:
     """Check a number, or a tensor's dtype and shape; the op checks a tensor's values.
 
     Raises:

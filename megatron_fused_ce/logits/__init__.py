@@ -72,7 +72,7 @@ class Targets(NamedTuple):
         """``split`` gives the chunk's entries ``[..., C]`` of ``[..., parts, n]``."""
         labels, inv_temperature, others = self
         return Targets(
-            split(labels),
+            None if labels is None else split(labels),
             None if inv_temperature is None else split(inv_temperature),
             None if others is None else others.of_chunk(chunk, split),
         )

@@ -5,8 +5,6 @@ Both walk the rows in blocks, so that their fp32 temporaries stay far below a ch
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -76,16 +74,11 @@ def masked_columns(logits: Tensor, valid_columns: Tensor | None) -> Tensor | Non
     return torch.arange(logits.shape[1], device=logits.device) >= valid_columns
 
 
-class _Here(NamedTuple):
-    """Classes of some rows: their columns in this shard, and whether they are in it."""
-
-    columns: Tensor  # int64 [rows, k], 0 for classes of other shards
-    mask: Tensor  # bool [rows, k]
-
-    @staticmethod
-    def of(ids: Tensor, num_columns: int) -> _Here:
-        mask = (ids >= 0) & (ids < num_columns)
-        return _Here(torch.where(mask, ids, 0), mask)
+def columns_here(labels: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:
+    """Columns ``[rows, 1]`` of the labels, 0 for those of other shards, and whether they are in this one."""
+    labels = labels.unsqueeze(-1)
+    here = (labels >= 0) & (labels < num_columns)
+    return torch.where(here, labels, 0), here
 
 
 def row_statistics(
@@ -123,12 +116,12 @@ def row_statistics(
             if masked is not None:
                 others.masked_fill_(masked, -torch.inf)
             rest[rows] = others.exp_().sum(dim=-1)
-        label = _Here.of(local_labels[rows].unsqueeze(-1), num_columns)
-        at_label = z.gather(-1, label.columns)
-        label_logit = torch.where(label.mask, at_label, NOT_HERE).squeeze(-1)
+        columns, here = columns_here(local_labels[rows], num_columns)
+        at_label = z.gather(-1, columns)
+        label_logit = torch.where(here, at_label, NOT_HERE).squeeze(-1)
         row_shift = block_max.masked_fill(block_max == -torch.inf, 0.0)
         # -inf leaves the label's own column out of the sum.
-        z.scatter_(-1, label.columns, at_label.masked_fill_(label.mask, -torch.inf))
+        z.scatter_(-1, columns, at_label.masked_fill_(here, -torch.inf))
         shifted = z.sub_(row_shift.unsqueeze(-1))
         e = shifted.exp() if weighted is not None else shifted.exp_()
         if weighted is not None:
@@ -172,9 +165,9 @@ def row_gradients(
                 if terms.smoothing_per_class.dim() == 0
                 else terms.smoothing_per_class[rows].unsqueeze(-1)
             )
-        label = _Here.of(local_labels[rows].unsqueeze(-1), num_columns)
+        columns, here = columns_here(local_labels[rows], num_columns)
         at_label = -terms.neg_label_grad[rows].unsqueeze(-1)
-        e.scatter_(-1, label.columns, at_label.where(label.mask, e.gather(-1, label.columns)))
+        e.scatter_(-1, columns, at_label.where(here, e.gather(-1, columns)))
         if softcap_grad is not None:
             e.mul_(softcap_grad)
         if masked is not None:

@@ -93,15 +93,16 @@ class ScaledExp(LogitsBackend):
         if scores.row_scale is not None:
             return scores.row_scale
         assert scores.tiles is not None
-        return scaled_exp_rows.finalize_rows(
-            matrix,
-            targets.labels,
-            scores.tiles,
-            scores.stats,
-            merged.row_shift,
-            self.outputs.own_coefficients(merged),
-            self.outputs,
-        )
+        with phase("statistics"):
+            return scaled_exp_rows.finalize_rows(
+                matrix,
+                targets.labels,
+                scores.tiles,
+                scores.stats,
+                merged.row_shift,
+                self.outputs.own_coefficients(merged),
+                self.outputs,
+            )
 
     def grad_from_saved(
         self,

@@ -33,6 +33,7 @@ from megatron_fused_ce.kernels.records import (
     RowStatistics,
 )
 from megatron_fused_ce.losses.statistics import TokenTerms
+from megatron_fused_ce.losses.words import in_words
 
 #: Statistics that a term may ask for: fields of :class:`.ExtraStatistics`.
 NEEDS = ("logit_sum", "weighted", "best")
@@ -73,9 +74,7 @@ class Rows:
     def loss(self) -> Tensor:
         """``-log p_y``, with all its digits; ``lse - m`` of a label outside the vocabulary. Of several labels
         the first one's, as all that is of one label."""
-        if self._shifts is not None:
-            return -self.log_probs[0]
-        return self._loss_of_left_out
+        return self._loss_of_left_out if self._shifts is None else -self.log_probs[0]
 
     @property
     def _loss_of_left_out(self) -> Tensor:
@@ -311,9 +310,13 @@ class Term:
         return {name: getattr(self, name) for name in (*named, *vars(self))}
 
     def in_words(self) -> str:
-        """The same on every rank that has the same term, and on no other."""
+        """The same on every rank that has the same term, and on no other.
+
+        Raises:
+            TypeError: an attribute cannot be compared (:func:`.in_words`).
+        """
         if self.parts[0] is self:
-            inside = [f"{name}={value!r}" for name, value in self.attributes.items()]
+            inside = [f"{name}={in_words(value)}" for name, value in self.attributes.items()]
         else:
             inside = [str(getattr(self, "factor", "")), *(term.in_words() for term in self.parts)]
         return f"{type(self).__qualname__}({', '.join(inside)})"

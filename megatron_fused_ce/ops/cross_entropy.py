@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fused_ce.config import FusedCEConfig, takes_config
+from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.head.autograd import linear_cross_entropy
-from megatron_fused_ce.head.call import DEFAULT_CONFIG, Call
+from megatron_fused_ce.head.call import DEFAULT_CONFIG, Call, takes_config
 from megatron_fused_ce.losses.outputs import differentiable_of
 
 
@@ -108,7 +108,7 @@ def fused_linear_cross_entropy(
             config=DEFAULT_CONFIG if config is None else config,
         )
     )
-    return head.loss
+    return head.outputs["loss"]
 
 
 @takes_config

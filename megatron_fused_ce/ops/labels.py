@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fused_ce.config import FusedCEConfig, changed, takes_config
+from megatron_fused_ce.config import FusedCEConfig, changed
 from megatron_fused_ce.head.autograd import linear_cross_entropy
-from megatron_fused_ce.head.call import DEFAULT_CONFIG, Call, OtherTargets
+from megatron_fused_ce.head.call import DEFAULT_CONFIG, Call, OtherTargets, takes_config
 from megatron_fused_ce.head.results import labels_first
 from megatron_fused_ce.head.spec import Spec
 from megatron_fused_ce.head.targets import columns_of
@@ -213,4 +213,4 @@ def fused_linear_topk_distillation(
             caller_error=wrong,
         )
     )
-    return head.loss
+    return head.outputs["loss"]

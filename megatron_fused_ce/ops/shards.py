@@ -6,8 +6,8 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from megatron_fused_ce.config import FusedCEConfig
+from megatron_fused_ce.head.agree import compared
 from megatron_fused_ce.head.call import Call
-from megatron_fused_ce.head.spec import compared
 from megatron_fused_ce.planner.chunks import Cut
 from megatron_fused_ce.ranks.agreement import check_true_vocab_size
 from megatron_fused_ce.ranks.collectives import VocabParallel

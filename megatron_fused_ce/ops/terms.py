@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fused_ce.config import FusedCEConfig, takes_config
+from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.head.autograd import linear_cross_entropy
-from megatron_fused_ce.head.call import DEFAULT_CONFIG, Call
+from megatron_fused_ce.head.call import DEFAULT_CONFIG, Call, takes_config
 from megatron_fused_ce.losses.outputs import OUTPUTS
 from megatron_fused_ce.losses.terms import Term
 from megatron_fused_ce.ops.labels import has_several_labels, with_several_labels

@@ -6,12 +6,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fused_ce.config import FusedCEConfig, takes_config
+from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.head import tokens
 from megatron_fused_ce.head.autograd import autocast_off, uncompiled
-from megatron_fused_ce.head.call import DEFAULT_CONFIG, Call
-from megatron_fused_ce.head.spec import check_arguments
+from megatron_fused_ce.head.call import DEFAULT_CONFIG, Call, takes_config
 from megatron_fused_ce.head.targets import in_token_order, inv_temperature_of
+from megatron_fused_ce.head.validation import check_arguments
 from megatron_fused_ce.logits.gemm_rows import gemm_then_rows, write_logits
 from megatron_fused_ce.ops.arguments import (
     sequence_first,
@@ -21,7 +21,7 @@ from megatron_fused_ce.ops.arguments import (
     widened,
 )
 from megatron_fused_ce.ops.shards import Shards, cut_of
-from megatron_fused_ce.ranks.agreement import check_group
+from megatron_fused_ce.ranks.agreement import history_of
 from megatron_fused_ce.ranks.collectives import DONE, VocabParallel
 
 
@@ -72,7 +72,7 @@ def fused_linear_topk(
     """
     wrong: Exception | None = why_no_layout("hidden", hidden, batch_first)
     hidden = widened(sequence_first(hidden, batch_first), weight)
-    check_group(tp_group)
+    history_of(tp_group)  # raises where it is none
     comm = VocabParallel.of(tp_group, sequence_parallel)
     labels = mask = hidden  # for the error alone
     if isinstance(hidden, Tensor) and hidden.dim() in (2, 3):
@@ -109,7 +109,7 @@ def fused_linear_topk(
         hidden, inv_t = kept.take(hidden, comm.part), kept.of_tokens(inv_t)
         log_probs, ids = mask.new_empty((*mask.shape, k)), labels.new_empty((*mask.shape, k))
         # The K blocks of columns with the largest maxima hold the K largest logits: an entry of another block
-        # has K maxima before it. Maxima and entries of K blocks are few alike with blocks of sqrt(V / K).
+        # has K maxima before it. With sqrt(V / K) columns each, both are few. Padding has the lowest key.
         start, rows = shards.starts[comm.rank], len(weight)
         real = min(max(shards.end - start, 0), rows)  # without padding
         block = 1 << min(8, max(3, (real // k).bit_length() // 2))
@@ -153,6 +153,6 @@ def fused_linear_topk(
 
 
 def _keys(values: Tensor, places: Tensor) -> Tensor:
-    """int64 in the order of fp32 ``values``; of equal ones, as 0.0 and -0.0, the lower place is larger."""
+    """int64, larger for larger fp32 ``values`` (-0.0 is 0.0), then for lower ``places``, half of ``~key``."""
     bits = (values + 0.0).view(torch.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(torch.int64) * 2**32 + (~places & 0xFFFFFFFF)

@@ -124,9 +124,18 @@ _without_group = GroupHistory()
 
 
 def history_of(group: dist.ProcessGroup | None) -> GroupHistory:
-    """The history of this group, by the group object: names and ids of destroyed groups are reused."""
+    """The history of this group, by the group object: names and ids of destroyed groups are reused.
+
+    Raises:
+        TypeError: it is no group; on this rank alone, which has no group to tell.
+    """
     if group is None:
         return _without_group
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            "tp_group must be a torch.distributed.ProcessGroup with this rank in it, or None, got "
+            f"{group!r:.60}"
+        )
     history = _histories.get(group)
     if history is None:
         history = _histories[group] = GroupHistory()
@@ -149,19 +158,6 @@ def check_true_vocab_size(true_vocab_size: int | None, num_rows: int) -> None:
         raise ValueError(
             f"true_vocab_size is {true_vocab_size}, and the vocabulary has {num_rows} rows over all ranks; "
             "give the number of real tokens, without the padding"
-        )
-
-
-def check_group(group: object) -> None:
-    """Raise if ``group`` is neither a process group nor None.
-
-    Raises:
-        TypeError: on this rank alone, which has no group to tell.
-    """
-    if group is not None and not isinstance(group, dist.ProcessGroup):
-        raise TypeError(
-            "tp_group must be a torch.distributed.ProcessGroup with this rank in it, or None, got "
-            f"{group!r:.60}"
         )
 
 

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fused_ce.kernels.records import (
+    NO_EXTRA,
     NUM_STATISTICS,
     ROW_MAX,
     ROW_SHIFT,
@@ -338,11 +339,10 @@ def _merge_alone(stats: RowStatistics, token_ops: ModuleType) -> Merged:
     """The merge over one rank: no collective."""
     shards = stats.shard.unsqueeze(0)
     merged: Merged = stats.merged or token_ops.merge_shards(shards)
-    rows = stats.extra.rows()
-    if not rows:
+    if stats.extra == NO_EXTRA:
         return merged
-    extra = merge_extra(stats.extra.names, torch.stack(rows).unsqueeze(0), shards)
-    return merged._replace(extra=extra)
+    rows = torch.stack(stats.extra.rows()).unsqueeze(0)
+    return merged._replace(extra=merge_extra(stats.extra.names, rows, shards))
 
 
 def largest_over_ranks(value: Tensor, group: dist.ProcessGroup | None) -> Tensor:

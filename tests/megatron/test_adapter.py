@@ -21,7 +21,7 @@ import torch
 
 import megatron_fused_ce
 from megatron_fused_ce import FusedCEConfig
-from megatron_fused_ce.adapter import arguments, report, switch
+from megatron_fused_ce.adapter import arguments, forms, report, switch
 from megatron_fused_ce.adapter.deferred_logits import DeferredLogits, LossAndArgmax
 from megatron_fused_ce.adapter.main_grad import open_grad_weight_for
 from megatron_fused_ce.adapter.token_weights import TokenWeights
@@ -745,7 +745,7 @@ def test_flags_for_experts_stand_in_a_group_of_their_own():
         "--fused-ce-debug-checks",
         "--fused-ce-trust",
     }
-    assert len(common) == 12 and {"--fused-chunked-ce", "--fused-ce-strategy"} < common
+    assert len(common) == 11 and {"--fused-chunked-ce", "--fused-ce-strategy"} < common
     page = (ROOT / "docs" / "options.md").read_text().split("## Strategies")[0]
     everyday, experts = page.split("more flags are for comparisons")
     for names, text in ((common, everyday), (advanced, experts)):
@@ -807,10 +807,12 @@ def test_an_adopted_layer_can_be_copied_and_pickled():
     torch.nn.Module.__init__(layer)
     layer.weight = torch.nn.Parameter(torch.ones(3, 2))
     layer.sequence_parallel = False
-    ColumnParallelLinear.adopt(layer, FusedCEConfig(num_chunks=2), False, False, "GPTModel")
+    ColumnParallelLinear.adopt(layer, FusedCEConfig(num_chunks=2), False, "GPTModel")
+    layer.fused_ce_held = forms.Held("", frozenset())
     for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert type(copied) is ColumnParallelLinear
         assert copied.fused_ce_config == layer.fused_ce_config
+        assert copied.fused_ce_held.of == copied.fused_ce_held.changed() == ""
 
 
 @pytest.mark.parametrize(

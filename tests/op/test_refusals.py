@@ -17,7 +17,7 @@ from megatron_fused_ce import (
     fused_linear_topk_distillation,
     losses,
 )
-from megatron_fused_ce.head.validation import check_call
+from megatron_fused_ce.head.validation import _check_tensors
 from megatron_fused_ce.rl import token_log_probs
 from tests.support.losses import Focal
 
@@ -298,7 +298,7 @@ def test_a_misspelt_argument_is_pythons_own_error(function):
 def test_all_tokens_where_a_part_is_expected():
     for hidden, labels in ((ones(8, 2, 4), ids(2, 8)), (ones(8, 4), ids(8))):
         with pytest.raises(ValueError, match=r"hidden has shape .* expected this rank's part"):
-            check_call(hidden, ones(11, 4), labels, None, None, num_parts=2, tp_size=2)
+            _check_tensors(hidden, ones(11, 4), labels, None, None, num_parts=2, tp_size=2)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,82 @@
+"""A call's arguments compared over the ranks of its group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_fused_ce.head.call import Call, OtherTargets
+from megatron_fused_ce.losses.words import in_words
+from megatron_fused_ce.ranks.agreement import Settled, Shard, compare, compare_numbers
+from megatron_fused_ce.ranks.collectives import VocabParallel
+
+#: Fields that must be equal on every rank, beside the config's and the terms; of tensors shape, dtype and
+#: requires_grad. Each rank has its own rows of the weight, vocab_start, head and accumulator.
+AGREED = (
+    *("hidden", "labels", "token_weights", "temperature", "sequence_parallel", "outputs", "differentiable"),
+    *("zero_unknown", "reduce_grad_hidden", "with_argmax", "uses_in_flight"),
+)
+
+
+def must_agree(call: Call) -> dict[str, str]:
+    """Text of all that must be equal on every rank, by the name that an error gives it.
+
+    Raises:
+        TypeError: a value that cannot be compared; over one rank, too, so that it does not fail first on two.
+    """
+    words = {"grad mode": _grad_mode(call)}
+    words |= {name: _in_words(getattr(call, name)) for name in AGREED}
+    words["labels or teacher"] = _in_words(call.other_targets)
+    words["terms"] = ", ".join(f"{name} {term.in_words()}" for name, term in call.terms)
+    rows_differ = call.weight[:0] if isinstance(call.weight, Tensor) else None
+    words["weight"] = _in_words(rows_differ)
+    words["vocab_start given"] = str(call.vocab_start is not None)
+    return words | {name: in_words(value) for name, value in vars(call.config).items()}
+
+
+def _grad_mode(call: Call) -> str:
+    if not (call.hidden.requires_grad or call.weight.requires_grad):
+        return "no operand requires a gradient"
+    return "on" if torch.is_grad_enabled() else "off"
+
+
+def _in_words(value: Any) -> str:
+    """Text of an argument; of tensors dtype, shape and requires_grad."""
+    if isinstance(value, OtherTargets):
+        return ", ".join(f"{name} {_in_words(given)}" for name, given in value.arguments.items())
+    if not isinstance(value, Tensor):
+        return in_words(value)
+    grad = ", requires grad" if value.requires_grad else ""
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}{grad}"
+
+
+def compared(
+    call: Call,
+    comm: VocabParallel,
+    error: Exception | None,
+    of_rank: dict[str, int] | None = None,
+    more: dict[str, int] | None = None,
+) -> Settled:
+    """This call's arguments compared over the ranks of its group; ``error``: what this rank found wrong.
+
+    ``of_rank``, collectives and errors are those of :func:`.parallel.compare`; ``more`` must be equal
+    on every rank, too. With ``config.debug_checks`` then those of :func:`.parallel.compare_numbers`, for all
+    tensors with a number for each token.
+    """
+    assert comm.group is not None
+    shard = Shard(None, 0)
+    same: dict[str, str] = {}
+    if error is None:
+        shard = Shard(call.vocab_start, call.weight.shape[0])
+        same = must_agree(call) | {name: str(value) for name, value in (more or {}).items()}
+    settled = compare(comm.group, same, of_rank or {}, shard, call.config.true_vocab_size, error)
+    if call.config.debug_checks:
+        others = call.other_targets
+        per_token = {
+            **{"labels": call.labels, "token_weights": call.token_weights, "temperature": call.temperature},
+            **{name: others.arguments[name] for name in others.per_token},
+        }
+        compare_numbers(per_token, comm.group)
+    return settled
