@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import functools
+import graphlib
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -23,22 +25,41 @@ SOURCES = sorted(
 
 @functools.cache
 def imports(file: Path) -> set[str]:
-    """Every module that ``file`` imports, at any depth of its code."""
+    """Every module that ``file`` imports, at any depth of its code, for the type checker too."""
     found = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{file} has a relative import"
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
     return found
 
 
+def module(file: Path) -> str:
+    """The name under which it is imported."""
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    parts = ("megatron_fused_ce", *parts) if parts[0] == "kernels" else parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module(file): file for file in SOURCES}
+
+
+def imported_files(file: Path) -> set[Path]:
+    """Files of the package that hold what ``file`` imports."""
+    found = set()
+    for name in imports(file):
+        while name and name not in MODULES:
+            name = name.rpartition(".")[0]
+        found |= {MODULES[name]} if name else set()
+    return found - {file}
+
+
 def room(file: Path) -> str:
-    """Path from the root, a folder's name for rooms that are folders."""
-    parts = file.relative_to(ROOT).parts
-    if parts[0] == "kernels":
-        return "kernels"
-    return parts[1] if len(parts) > 2 else parts[1].removesuffix(".py")
+    """Its folder in the package; of a file at the package's top its own name."""
+    parts = module(file).split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
 
 
 def rooms_that_import(prefix: str) -> set[str]:
@@ -49,8 +70,50 @@ def rooms_that_import(prefix: str) -> set[str]:
     }
 
 
-def test_the_sources_were_found():
-    assert {"op", "forward", "backward", "logits", "kernels", "adapter"} <= {room(f) for f in SOURCES}
+#: The rooms, from the top floor down. A file imports of its own room, and of the floors below it.
+FLOORS = (
+    ("__main__", "autoload", "launch"),
+    ("__init__", "rl"),
+    ("plan",),
+    ("adapter",),
+    ("distillation",),
+    ("ops",),
+    ("head",),
+    ("logits",),
+    ("ranks",),
+    ("losses",),
+    ("planner",),
+    ("cli", "config", "kernels"),
+)
+
+
+def test_every_file_has_a_room_and_imports_downwards():
+    floor_of = {name: floor for floor, names in enumerate(FLOORS) for name in names}
+    assert floor_of.keys() == {room(file) for file in SOURCES}
+    upwards = [
+        f"{module(file)} imports {module(other)}"
+        for file in SOURCES
+        for other in imported_files(file)
+        if room(file) != room(other) and floor_of[room(other)] <= floor_of[room(file)]
+    ]
+    assert not upwards
+
+
+def test_no_circle_of_files():
+    """Within a room either; an import inside of a function, or for the type checker, makes one, too."""
+    try:
+        graphlib.TopologicalSorter({file: imported_files(file) for file in SOURCES}).prepare()
+    except graphlib.CycleError as error:
+        raise AssertionError(" -> ".join(map(module, error.args[1]))) from None
+
+
+def test_rooms_are_small():
+    """About a dozen files in each, but adapter and plan; a page that a reader can hold."""
+    assert len({room(file) for file in SOURCES} - {"kernels"}) <= 18  # which is a link
+    modules = Counter(room(file) for file in SOURCES if file.name != "__init__.py")
+    assert {name for name, count in modules.items() if count > 14} <= {"adapter", "plan"}
+    lines = {module(file): file.read_text().count("\n") for file in SOURCES if room(file) != "kernels"}
+    assert not {name: count for name, count in lines.items() if count > 450}
 
 
 def test_only_the_kernels_know_triton():
@@ -71,19 +134,34 @@ def test_only_the_adapter_knows_megatron():
     assert rooms_that_import("megatron") == {"adapter"}
 
 
-def test_only_the_parallel_module_knows_collectives():
-    """The op and its arguments name a process group; the calls live in one module."""
-    assert rooms_that_import("torch.distributed") <= {"op", "rl", "call", "parallel", "topk"}
-    calls = (
-        node.func.attr
-        for name in ("op", "rl", "call", "topk")
-        for node in ast.walk(ast.parse((PACKAGE / f"{name}.py").read_text()))
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and isinstance(node.func.value, ast.Name)
-        and node.func.value.id == "dist"
-    )
-    assert not list(calls)
+def test_only_the_ranks_call_collectives():
+    """Elsewhere a process group is named, and handed down."""
+    assert {"ranks", "ops", "head"} <= rooms_that_import("torch.distributed")
+    for file in SOURCES:
+        if room(file) != "ranks":
+            assert names_of_distributed(file) <= {"ProcessGroup", "get_rank"}, file
+
+
+def names_of_distributed(file: Path) -> set[str]:
+    """What ``file`` takes from ``torch.distributed``."""
+    found = {name.split(".")[2] for name in imports(file) if name.startswith("torch.distributed.")}
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("dist", "torch.distributed"):
+            found.add(node.attr)
+    return found
+
+
+def test_the_head_knows_no_divergence():
+    """A divergence is a kind of targets and of logits, which it brings with it: its room alone knows it."""
+    assert rooms_that_import("megatron_fused_ce.distillation") <= {
+        "__init__",
+        "rl",
+        "adapter",
+        "distillation",
+    }
+    for file in SOURCES:
+        if room(file) in ("head", "logits", "ranks", "losses", "planner"):
+            assert not re.search(r"diverg|distill|forward_kl|reverse_kl|jsd", file.read_text(), re.I), file
 
 
 def test_only_the_front_doors_read_command_lines():
@@ -96,7 +174,7 @@ def test_only_the_front_doors_read_command_lines():
         "megatron_fused_ce/adapter/arguments.py",
         "megatron_fused_ce/adapter/training_arguments.py",
         "megatron_fused_ce/autoload.py",
-        "megatron_fused_ce/command_line.py",
+        "megatron_fused_ce/cli/command_line.py",
         "megatron_fused_ce/plan/command.py",
         "megatron_fused_ce/plan/megatron_arguments.py",
         "megatron_fused_ce/launch.py",
@@ -105,29 +183,16 @@ def test_only_the_front_doors_read_command_lines():
 
 def test_the_planner_knows_numbers_only():
     """It answers for GPUs that are not there, on machines without torch."""
-    planner = imports(PACKAGE / "planner.py") | imports(PACKAGE / "head_bytes.py")
-    ours = {name.split(".")[1] for name in planner if name.startswith("megatron_fused_ce.")}
-    assert ours == {"chunking", "config", "head_bytes", "kernels"}  # of the last, numbers alone
-    assert all(".kernels.sizes." in name for name in planner if ".kernels" in name)
+    assert ours(imports_of("planner")) == {"planner", "config", "kernels"}
+    assert all(".kernels.sizes." in name for name in imports_of("planner") if ".kernels" in name)
     assert not imports(ROOT / "kernels" / "sizes.py")
-    assert not {"planner", "head_bytes", "chunking", "config"} & rooms_that_import("torch")
+    assert not {"planner", "config"} & rooms_that_import("torch")
 
 
 def test_the_plan_knows_numbers_only():
-    """So does a plan of a whole training."""
-    room_of_it = [file for file in SOURCES if room(file) == "plan"]
-    known = {name for file in room_of_it for name in imports(file)}
-    ours = {name.split(".")[1] for name in known if name.startswith("megatron_fused_ce.")}
-    assert len(room_of_it) > 5
-    assert ours == {
-        "plan",
-        "command_line",
-        "config",
-        "head_bytes",
-        "planner",
-        "adapter",
-    }  # of the last, its flags
-    assert {name for name in known if ".adapter." in name} <= {
+    """So does a plan of a whole training; of the adapter it knows the flags."""
+    assert ours(imports_of("plan")) == {"plan", "adapter", "cli", "config", "planner"}
+    assert {name for name in imports_of("plan") if ".adapter." in name} <= {
         f"megatron_fused_ce.adapter.arguments.{name}"
         for name in ("FLAG", "add_arguments", "config_from_args")
     }
@@ -135,38 +200,14 @@ def test_the_plan_knows_numbers_only():
     assert rooms_that_import("megatron_fused_ce.plan") == {"plan"}
 
 
-#: The rooms of the head, from the lowest: each imports those before it alone.
-FLOORS = (
-    ("kernels", "config", "phases", "versions", "chunking", "host_copy", "autocast", "words"),
-    ("loss", "head_bytes"),
-    ("planner", "parallel"),
-    ("masked_tokens", "validation"),
-    ("logits", "promise", "scaling"),
-    ("wgrad",),
-    ("call",),
-    ("overlap", "targets", "shards"),
-    ("backward", "distillation", "several_labels"),
-    ("forward",),
-    ("autograd",),
-    ("op",),
-    ("topk",),
-    ("rl",),
-    ("adapter",),
-)
+def imports_of(name: str) -> set[str]:
+    """All that a room imports."""
+    return {imported for file in SOURCES if room(file) == name for imported in imports(file)}
 
 
-def test_data_flows_one_way():
-    """No import circle, no arrow upwards; within a floor none either, but within a room."""
-    of_room = {name: floor for floor, names in enumerate(FLOORS) for name in names}
-    assert of_room.keys() <= {room(file) for file in SOURCES}
-    for file in SOURCES:
-        here = of_room.get(room(file))
-        if here is None:
-            continue
-        for name in imports(file):
-            there = name.removeprefix("megatron_fused_ce.").split(".")[0]
-            if name.startswith("megatron_fused_ce.") and there in of_room and there != room(file):
-                assert of_room[there] < here, f"{file.name} imports {name}"
+def ours(names: set[str]) -> set[str]:
+    """The rooms among them."""
+    return {name.split(".")[1] for name in names if name.startswith("megatron_fused_ce.")}
 
 
 def test_the_package_takes_nothing_from_scripts_and_scripts_nothing_from_tests():
@@ -180,7 +221,7 @@ def test_the_truth_takes_nothing_from_its_subject():
     known = imports(ROOT / "scripts" / "lib" / "reference.py")
     assert {name for name in known if name.startswith("megatron_fused_ce")} == {
         "megatron_fused_ce.config.FusedCEConfig",
-        "megatron_fused_ce.ops.results.TokenOutputs",
+        "megatron_fused_ce.ops.cross_entropy.TokenOutputs",
     }
 
 

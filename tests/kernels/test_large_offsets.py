@@ -15,14 +15,14 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from megatron_fused_ce.losses.form import PLAIN
 
 from megatron_fused_ce import FusedCEConfig
 from megatron_fused_ce.distillation import rows_torch as divergence_torch
 from megatron_fused_ce.kernels import divergence, gemm_variants, records, row_kernels, scaled_exp_rows
 from megatron_fused_ce.kernels.records import Side, TileStatistics
 from megatron_fused_ce.logits import rows_torch
-from megatron_fused_ce.losses.statistics import TokenTerms, Upstream, merge_shards
+from megatron_fused_ce.losses.outputs import PLAIN
+from megatron_fused_ce.losses.statistics import Upstream, merge_shards
 from megatron_fused_ce.scripts.lib.reference import (
     HeadInputs,
     HeadResult,
@@ -81,7 +81,7 @@ def test_row_kernels_at_far_rows(logits, device):
     ours = row_kernels.row_statistics(far, labels, 1.0, with_argmax=True)
     assert torch.equal(ours.argmax, plain.argmax)
     torch.testing.assert_close(ours.shard, plain.shard, rtol=1e-5, atol=1e-6)
-    terms = TokenTerms(*merge_shards(plain.shard[None]).terms)
+    terms = merge_shards(plain.shard[None]).terms
     gradient = PLAIN.grad_coefficients(terms, Upstream(torch.ones(4, device=device)))
     room = torch.empty_like(near)
     expected = rows_torch.row_gradients(near, labels, gradient, 1.0, out=room)

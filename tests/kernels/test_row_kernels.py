@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron_fused_ce.losses.form import PLAIN
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy
 from megatron_fused_ce.kernels import row_kernels, token_kernels
 from megatron_fused_ce.kernels.records import NOT_HERE, RowOptions
 from megatron_fused_ce.logits import rows_torch
-from megatron_fused_ce.losses.statistics import TokenTerms, Upstream, merge_shards, shard_addends, token_loss
+from megatron_fused_ce.losses.outputs import PLAIN
+from megatron_fused_ce.losses.statistics import Upstream, merge_shards, shard_addends, token_loss
 from megatron_fused_ce.scripts.lib.reference import KINDS, assert_close, make_inputs
 from tests.support.op import DTYPES, rows_by, run, without_interpreter
 
@@ -41,7 +41,7 @@ def test_statistics_and_gradients_match_plain_pytorch(num_columns, dtype, device
     assert torch.equal(ours.argmax, plain.argmax)
     torch.testing.assert_close(ours.shard, plain.shard, rtol=2e-6, atol=1e-6)
 
-    terms = TokenTerms(*merge_shards(plain.shard[None]).terms)
+    terms = merge_shards(plain.shard[None]).terms
     factor = torch.randn(7, generator=torch.Generator().manual_seed(1)).to(device)
     out = torch.empty_like(logits)
     gradient = PLAIN.grad_coefficients(terms, Upstream(factor))

@@ -15,9 +15,9 @@ import torch
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, fused_linear_token_outputs
 from megatron_fused_ce.kernels import gemm_variants, scaled_exp, scaled_exp_rows, sizes
-from megatron_fused_ce.logits import ChunkTargets, choose
+from megatron_fused_ce.logits import Targets, choose
 from megatron_fused_ce.logits.scaled_exp import ScaledExp
-from megatron_fused_ce.losses.statistics import TokenTerms, Upstream, merge_shards
+from megatron_fused_ce.losses.statistics import Upstream, merge_shards
 from megatron_fused_ce.rl import token_log_probs
 from megatron_fused_ce.scripts.lib.reference import (
     FLOOR,
@@ -227,10 +227,10 @@ def test_a_factor_of_exactly_zero(product, device):
     hidden = torch.ones(1, 1, 8, device=device, dtype=EXP_DTYPE)
     weight = torch.zeros(8, 8, device=device, dtype=EXP_DTYPE)
     labels = torch.tensor([[3]], device=device)
-    targets = ChunkTargets(labels[0], 1.0)
-    passes = ScaledExp(product)
+    targets = Targets(labels[0])
+    passes = ScaledExp(gemm=product)
     room = hidden.new_empty(1, 8)
-    scores = passes.logits_gemm(hidden[0], weight, targets, weight, room, False)
+    scores = passes.logits_gemm(hidden[0], weight, targets, weight, room)
     merged = merge_shards(scores.stats.shard[None])
     terms = merged.terms.clone()
     terms[1] = 0.0  # inv_sum, and so the scale
@@ -326,16 +326,16 @@ def test_shards_far_apart(gap, product, device):
     weight[: vocab // 2, 0], weight[vocab // 2 :, 0] = gap / 2, -gap / 2
     labels = inputs.labels[0]
     shards = [weight[: vocab // 2], weight[vocab // 2 :]]
-    passes = ScaledExp(product)
+    passes = ScaledExp(gemm=product)
     sample = torch.cat([scaled_exp_rows.sample_rows(shard, sizes.SAMPLED_ROWS // 2) for shard in shards])
     kept, scores, local, chunks = [], [], [], []
     for index, shard in enumerate(shards):
         local.append(labels - index * (vocab // 2))
         kept.append(hidden.new_empty(tokens, vocab // 2))
-        chunks.append(ChunkTargets(local[-1], 1.0))
-        scores.append(passes.logits_gemm(hidden, shard, chunks[-1], sample, kept[-1], False))
+        chunks.append(Targets(local[-1]))
+        scores.append(passes.logits_gemm(hidden, shard, chunks[-1], sample, kept[-1]))
     merged = merge_shards(torch.stack([score.stats.shard for score in scores]))
-    loss, terms = merged.loss, TokenTerms(*merged.terms)
+    loss, terms = merged.loss, merged.terms
     z = hidden.double() @ weight.double().t()
     exact = torch.nn.functional.cross_entropy(z, labels, reduction="none")
     assert relative_error(loss, exact) < 1e-5

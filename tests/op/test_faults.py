@@ -7,7 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_fused_ce.head.grad_weight import OpenedAccumulators
+from megatron_fused_ce.head import loop
+from megatron_fused_ce.head.autograd import linear_cross_entropy
+from megatron_fused_ce.head.call import Call
+from megatron_fused_ce.ranks.collectives import VocabParallel
 from tests.support import orders
 from tests.support.faulty import Filled, OutOfMemoryAt, Step, out_of_memory_at
 from tests.support.head import mixed_plans
@@ -66,15 +69,22 @@ def test_out_of_memory_anywhere(case, request):
     assert tensors_alive() <= alive + 4, "tensors of failed steps are still alive"
 
 
-def test_sums_are_abandoned_then_collectives_waited_for():
+def test_sums_are_abandoned_then_collectives_waited_for(monkeypatch):
     """In every backward, whatever it was that failed."""
     order = []
-    opened = OpenedAccumulators(lambda *_: SimpleNamespace(abandon=lambda: order.append("abandoned")))
-    comm = SimpleNamespace(join=lambda device: order.append(f"waited for {device}"))
-    with pytest.raises(KeyboardInterrupt), opened.or_abandoned(comm, torch.device("cpu")):
-        opened(torch.ones(1), 1, False), opened(torch.ones(1), 1, False)
+
+    def interrupted(*_):
         raise KeyboardInterrupt
-    assert order == ["abandoned", "abandoned", "waited for cpu"]
+
+    monkeypatch.setattr(loop, "backward", interrupted)
+    monkeypatch.setattr(VocabParallel, "join", lambda _, device: order.append(f"waited for {device}"))
+    accumulator = SimpleNamespace(abandon=lambda: order.append("abandoned"))
+    hidden, weight = torch.ones(2, 4, requires_grad=True), torch.ones(3, 4, requires_grad=True)
+    labels = torch.zeros(2, dtype=torch.int64)
+    made = linear_cross_entropy(Call(hidden, weight, labels, open_grad_weight=lambda *_: accumulator))
+    with pytest.raises(KeyboardInterrupt):
+        made.loss.sum().backward()
+    assert order == ["abandoned", "waited for cpu"]
 
 
 # --- other memory; steps in other orders: tests/parallel/test_faults.py -------------------------

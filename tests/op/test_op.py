@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy
-from megatron_fused_ce.head import forward
+from megatron_fused_ce.head import loop
 from megatron_fused_ce.scripts.lib.reference import (
     HeadInputs,
     HeadResult,
@@ -87,8 +87,8 @@ def test_evaluation_is_the_forward_alone(strategy, device, monkeypatch):
     """One product a chunk and no buffer of a gradient; the token weights need not be known."""
     inputs = plain(device, s=32)
     hidden, weight = leaves(inputs)
-    for made_for_gradients in ("HeldGradWeight", "ChunkGradients"):
-        monkeypatch.delattr(forward, made_for_gradients)
+    for made_for_gradients in ("GradHidden", "GradWeight"):
+        monkeypatch.delattr(loop, made_for_gradients)
     config = FusedCEConfig(strategy=strategy, num_chunks=4, logits_backend="gemm_rows")
     with torch.no_grad(), gemm_flops() as flops:
         loss = fused_linear_cross_entropy(hidden, weight, inputs.labels, config=config)

@@ -14,7 +14,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megatron_fused_ce import FusedCEConfig
-from megatron_fused_ce.head import call, promise
+from megatron_fused_ce.head import promise, spec
 from megatron_fused_ce.head.autograd import linear_cross_entropy
 from megatron_fused_ce.head.call import Call
 from megatron_fused_ce.head.promise import BROKEN, KEPT, NOT_FINITE, Head, fit_scalar
@@ -421,16 +421,16 @@ def test_a_spec_made_while_the_promise_broke_is_not_kept(device, monkeypatch):
     micro = Micro(device)
     waiting = micro.losses("grad_in_forward")
     agreement.history_of(None).forget_specs()
-    made = call._make
+    stock = spec._make
 
     def make(args, history):
-        spec = made(args, history)
+        made = stock(args, history)
         with is_told():
             one_token_more(waiting, micro.mask).backward()
         monkeypatch.undo()
-        return spec
+        return made
 
-    monkeypatch.setattr(call, "_make", make)
+    monkeypatch.setattr(spec, "_make", make)
     late = micro.losses("grad_in_forward")
     with promises(kept=0, remade=1), warnings.catch_warnings(action="error"):
         one_token_more(late, micro.mask).backward()

@@ -17,12 +17,12 @@ import pytest
 import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from megatron_fused_ce.losses.form import LossForm
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_token_outputs, fused_linear_topk_distillation
 from megatron_fused_ce.head.autograd import linear_cross_entropy
 from megatron_fused_ce.head.call import Call
 from megatron_fused_ce.logits import rows_torch
+from megatron_fused_ce.losses.outputs import Outputs
 from megatron_fused_ce.losses.statistics import merge_extra, merge_shards
 from megatron_fused_ce.losses.terms import Rows
 from megatron_fused_ce.ops.arguments import ENTROPY_CHOICES
@@ -214,10 +214,10 @@ def test_statistics_of_shards_merge(drawn, entropy):
     """Of any finite logits, -inf among them: the loss, and what its gradient is made of."""
     logits, labels, shards = drawn
     TRIED["merging of shards"] += 1
-    form = LossForm.of(outputs=("entropy",) if entropy else ())
+    outputs = Outputs.of(names=("entropy",) if entropy else ())
     edges = [sum(shards[:i]) for i in range(len(shards) + 1)]
     stats = [
-        rows_torch.row_statistics(logits[:, a:b].contiguous(), labels - a, 1.0, form=form)
+        rows_torch.row_statistics(logits[:, a:b].contiguous(), labels - a, 1.0, form=outputs)
         for a, b in pairwise(edges)
     ]
     sent = torch.stack([one.shard for one in stats])
@@ -244,7 +244,7 @@ def test_statistics_of_shards_merge(drawn, entropy):
     if entropy:
         extra = torch.stack([torch.stack(one.extra.rows()) for one in stats])
         merged = merged._replace(extra=merge_extra(("weighted",), extra, sent))
-        made = form.finish(Rows(merged))
+        made = outputs.values(Rows(merged))
         p = e / e.sum(-1, keepdim=True)
         true = -torch.where(p > 0, p * p.log(), 0.0).sum(-1)
         torch.testing.assert_close(made["entropy"][real].double(), true[real], rtol=ulps, atol=4 * ulps)

@@ -19,7 +19,7 @@ from megatron_fused_ce import (
     fused_linear_topk_distillation,
 )
 from megatron_fused_ce.distillation.teacher import Distillation
-from megatron_fused_ce.head import call
+from megatron_fused_ce.head import spec
 from megatron_fused_ce.head.autograd import linear_cross_entropy
 from megatron_fused_ce.head.call import Call
 from megatron_fused_ce.head.grad_weight import InPlaceGradWeight
@@ -181,7 +181,6 @@ def changes_of(args: Call) -> dict[str, dict[str, Any]]:
         "zero_unknown": {"on": True},
         "reduce_grad_hidden": {"off": False},
         "with_argmax": {"on": True},
-        "active_mask": {"on": True},
         "open_grad_weight": {"main_grad": opens_main_grad},
         "uses_in_flight": {"2": 2},
         "head": {"another": Head("another")},
@@ -210,44 +209,44 @@ def test_every_field_of_the_arguments_is_in_the_key(device):
     args = arguments(device)
     changes = changes_of(args)
     assert changes.keys() | SAME_SPEC.keys() == set(Call._fields), "a new field"
-    seen = {call._key(args): "as it was"}
+    seen = {spec._key(args): "as it was"}
     for name, of_field in changes.items():
         for how, value in of_field.items():
-            key = call._key(args._replace(**{name: value}))
+            key = spec._key(args._replace(**{name: value}))
             if key is None:  # no address: nothing is kept
                 assert how.endswith(("device", "elsewhere"))
                 continue
             assert key not in seen, f"{name}, {how}: as {seen[key]}"
             seen[key] = f"{name}, {how}"
     with torch.no_grad():
-        assert call._key(args) not in seen
+        assert spec._key(args) not in seen
     hidden, weight = (at_odd_offset(operand) for operand in (args.hidden, args.weight))
     elsewhere = ({"hidden": hidden}, {"weight": weight}, {"hidden": hidden, "weight": weight})
-    keys = {call._key(args), *(call._key(args._replace(**given)) for given in elsewhere)}
+    keys = {spec._key(args), *(spec._key(args._replace(**given)) for given in elsewhere)}
     assert len(keys) == 4, "each may be one that TMA cannot load"
     beside = changes["other_targets"]["label_weights, a number"]
     annealed = replace(beside, label_weights=0.25)
-    assert call._key(args._replace(other_targets=annealed)) == call._key(args._replace(other_targets=beside))
-    assert call._key(args._replace(unmasked=HostCopy(torch.ones(1).long()))) == call._key(args)
-    assert call._key(args._replace(caller_error=ValueError())) is None
+    assert spec._key(args._replace(other_targets=annealed)) == spec._key(args._replace(other_targets=beside))
+    assert spec._key(args._replace(unmasked=HostCopy(torch.ones(1).long()))) == spec._key(args)
+    assert spec._key(args._replace(caller_error=ValueError())) is None
 
 
 def test_every_field_is_compared_over_the_ranks(device):
     """But for what a rank may have by itself."""
     args = arguments(device)
     of_rank = {"tp_group", "open_grad_weight", "head", "caller_error", "unmasked"}
-    plain = call._must_agree(args)
-    assert call._must_agree(args._replace(weight=args.weight[:5])) == plain
+    plain = spec._must_agree(args)
+    assert spec._must_agree(args._replace(weight=args.weight[:5])) == plain
     changes = changes_of(args)
     beside = changes["other_targets"]["given"]
-    of_teacher = call._must_agree(args._replace(other_targets=beside))
+    of_teacher = spec._must_agree(args._replace(other_targets=beside))
     fewer = replace(beside, weight=beside.weight[:5])
-    assert call._must_agree(args._replace(other_targets=fewer)) == of_teacher
+    assert spec._must_agree(args._replace(other_targets=fewer)) == of_teacher
     for name, of_field in changes.items():
         for how, value in of_field.items():
             # A change of the teacher's is one from a call that has it.
             expected = of_teacher if how.partition(", ")[0] in OF_TEACHER else plain
-            differs = call._must_agree(args._replace(**{name: value})) != expected
+            differs = spec._must_agree(args._replace(**{name: value})) != expected
             in_memory = how.rpartition(", ")[2] in ("strides", "device", "class")
             same = name in of_rank or in_memory or (name, how) == ("vocab_start", "")
             if name == "weight" and how == "shape":
@@ -265,7 +264,7 @@ def test_weights_on_another_device_are_refused_after_a_good_call(device):
 
 
 def test_threads_that_evict_each_others_specs(device, monkeypatch):
-    monkeypatch.setattr(call, "MAX_SPECS", 2)
+    monkeypatch.setattr(spec, "MAX_SPECS", 2)
     errors = []
 
     def calls(first: int) -> None:

@@ -160,8 +160,8 @@ def test_argmax_of_each_shard(rank: Rank, sp):
         Call(hidden, weight, inputs.labels, **settings, config=config, with_argmax=True)
     )
     expected = (inputs.hidden @ weight.t()).flatten(0, 1).max(-1)
-    assert torch.equal(out.local_argmax, expected.indices)
-    torch.testing.assert_close(out.local_max, expected.values)
+    assert torch.equal(out.outputs["shard_argmax"].t().flatten(), expected.indices)
+    torch.testing.assert_close(out.outputs["shard_max"].t().flatten(), expected.values)
 
 
 # --- what is asked for -----------------------------------------------------------------------

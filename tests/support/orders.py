@@ -195,7 +195,7 @@ def filled(asked: str, strategy: str, value: float, **where) -> list[torch.Tenso
     with Filled(value) as empties, patch.object(tokens, "ROUND_TO", 2), rows:
         if asked == "argmax":
             made = linear_cross_entropy(Call(*given, head.labels, **head.options, with_argmax=True))
-            results = [made.loss, made.local_max, made.local_argmax]
+            results = [made.outputs[name] for name in ("loss", "shard_max", "shard_argmax")]
         elif asked == "outputs":
             names = ("log_prob", "lse", "entropy", "predicted", "correct")
             made = fused_linear_token_outputs(
