@@ -1,26 +1,26 @@
 """Predicts the peak of a head's own buffers from shapes, dtype and strategy, in eight terms.
 
-Not counted are inputs, ``grad_hidden`` and the wgrad accumulator. Forward and backward are predicted apart;
+Inputs, ``grad_hidden`` and the wgrad accumulator are not counted. Forward and backward are predicted apart;
 the peak is the larger one. Letters: ``T`` tokens of the tensor-parallel group of ``R`` ranks, ``H`` hidden
 size, ``V`` vocabulary rows of this rank, ``C`` tokens of the longest chunk, ``e`` bytes of a hidden state (2
 in bf16), ``u`` uses of the head whose forwards all come before the backwards::
 
-    chunk_logits     n*e*C*V        logits of the chunk at hand, then their gradient. n is 1; 2 with
-                                    grad_in_forward over several ranks; 0 if the stored E is the gradient
+    chunk_logits     n*e*C*V        logits of the chunk at work, then their gradient. n is 1; it is 2 with
+                                    grad_in_forward over several ranks, and 0 if stored E is the gradient
     stored_logits    u*e*S*V        logits, or E, of the S tokens that are stored: store all, mixed some
-    grad_weight_sum  n*4*V*H        grad_weight in fp32. n is u with grad_in_forward; else 1 if the wgrad
-                                    accumulator cannot take every chunk (sums_grad_weight), or 0
-    hidden_states    n*e*C*H        n is 1 for rows scaled for the GEMM of grad_weight; with sequence
-                                    parallelism up to 4, three gathered chunks and one of grad_hidden before
-                                    its reduction. e*T*H if one GEMM makes grad_weight of all tokens.
-                                    e*64*H of the weight over several ranks
-    tile_statistics  n*8*C*V/256    the scaled-exp GEMM's, in the forward. n is 1; 2 over several ranks
+    grad_weight_sum  n*4*V*H        grad_weight in fp32. n is u with grad_in_forward; else it is 1 if the
+                                    wgrad accumulator cannot take every chunk (sums_grad_weight), or 0
+    hidden_states    n*e*C*H        n is 1 for a chunk with scaled rows, of which the GEMM of E makes
+                                    grad_weight; with sequence parallelism up to 3 + u, for gathered chunks
+                                    and one of grad_hidden before its reduction. And e*T*H if one GEMM makes
+                                    grad_weight of all tokens; e*64*H of the weight over several ranks
+    tile_statistics  n*8*C*V/256    of the scaled-exp GEMM's forward. n is 1, or 2 over several ranks
     second_product   (f*V + 320)*C  logits and statistics of another hidden state and weight, H' wide and f
-                                    bytes a number; f*C*H' for gathered hidden states; u*f*T*H' (with sequence
-                                    parallelism over R) for a copy of all, if the backward reads them
-    token_floats     u*32*T + 40*C  labels, statistics, losses; more for several labels a token; over several
-                                    ranks 16*C*(1 + R) for each of two merges
-    workspace        64 MiB         cuBLAS's, on a GPU
+                                    bytes a number. With sequence parallelism f*C*H' for hidden states; if
+                                    the backward reads them a copy of all on this rank, u*f*H' a token
+    token_floats     u*32*T + 40*C  labels, statistics and losses, more for several labels a token; over
+                                    several ranks 16*C*(1 + R) for each of two merges
+    workspace        64 MiB         of cuBLAS, on a GPU
 
 Logits in fp32 (``logit_precision``) take ``4*C*V``, and their gradient, ``e*C*V``, lies beside them.
 """
@@ -122,20 +122,41 @@ class PlanInputs:
         return self.wgrad_accumulator != "none"
 
     @property
+    def num_gemms(self) -> float:
+        """GEMMs of a step, each as long as the head's logits take."""
+        return 2 + self.trained + self.second_hidden_size / self.hidden_size
+
+    @property
     def logits_in_fp32(self) -> bool:
         return self.config.logit_precision == "fp32" and self.logits_backend == "gemm_rows"
 
     @property
     def stored_itemsize(self) -> int:
-        """Bytes of a number that is stored: of a logit, of ``E``, or with a second product of the gradient."""
+        """Bytes of a number that may be stored: a logit, ``E``, or with a second product the gradient."""
         return 4 if self.logits_in_fp32 and not self.second_hidden_size else self.itemsize
 
     @property
     def saves_e(self) -> bool:
-        """Whether stored rows get factors in the backward: those of ``E``, or of a second product's gradient."""
+        """Whether the rows of what is stored get factors in the backward: of ``E``, or of a gradient beside a
+        second product."""
         if self.second_hidden_size:
             return self.dtype != "float16"
         return self.logits_backend == "scaled_exp" and not self.saves_logits
+
+    @property
+    def scales_hidden(self) -> bool:
+        """Whether these factors go to rows of hidden states, for the GEMM that makes ``grad_weight``."""
+        return self.saves_e and self.trained
+
+    @property
+    def second_bytes(self) -> int:
+        """Bytes of a second product for each token of a chunk."""
+        if not self.second_hidden_size:
+            return 0
+        # Logits in fp32 are counted here for both products, since chunk_logits is the gradient then.
+        number = 4 + 4 * (self.itemsize < 4) if self.logits_in_fp32 else self.second_itemsize
+        gathered = self.second_itemsize * self.second_hidden_size if self.num_parts > 1 else 0
+        return number * self.num_rows + gathered + SECOND_TOKEN_BYTES
 
 
 class Memory(NamedTuple):
@@ -155,117 +176,72 @@ class Memory(NamedTuple):
         return sum(self)
 
 
-def forward_memory(inputs: PlanInputs, cut: Cut, stored_chunks: int, in_forward: bool = False) -> Memory:
-    """The forward's peak, with gradients if they are made ``in_forward``.
+def memory_of(
+    inputs: PlanInputs, cut: Cut, stored_chunks: int, in_forward: bool, wgrad_at_once: bool, *, backward: bool
+) -> Memory:
+    """The peak of a forward, or of a backward: how many buffers there are of each kind, times their bytes.
 
-    Over several ranks a chunk's statistics are merged under the next chunk's GEMM: buffers that are read
-    after the merge exist twice.
+    Over several ranks a forward merges a chunk's statistics under the next chunk's GEMM: buffers that are
+    read after the merge exist twice. A backward begins with the last chunk, whose gathered hidden states the
+    forward left. With ``in_forward`` it makes the gradients again, for an upstream gradient that is not what
+    was promised: those made in the forward are gone, those of the head's other uses wait.
     """
-    count, ranks, uses = cut.count, inputs.tp_size, inputs.uses_in_flight
-    exp, second, gathers = (
+    count, ranks, uses, gathers = cut.count, inputs.tp_size, inputs.uses_in_flight, inputs.num_parts > 1
+    exp, second, scales = (
         inputs.logits_backend == "scaled_exp",
-        inputs.second_hidden_size,
-        inputs.num_parts > 1,
+        inputs.second_hidden_size > 0,
+        inputs.scales_hidden,
     )
-    under_way = min(count, 2) if ranks > 1 and not second else 1
-    if in_forward:
-        logits = under_way
-        hidden = min(count, 3) + 1 if gathers else int(inputs.saves_e and inputs.trained)
+    again = stored_chunks < count  # the backward computes some logits again
+    read = count if inputs.trained else count - stored_chunks  # chunks whose hidden states it reads
+    left = 0 if in_forward or inputs.promise_broken else min(read, 1)  # of these, gathered by the forward
+    logits = gradients = sums = hidden = rows = tiles = merges = second_copies = 0
+    if backward:
+        logits, gradients = int(again), int(again or not inputs.saves_e)
+        sums = sums_grad_weight(inputs, min(count, 1) if wgrad_at_once else count) + (uses - 1) * in_forward
+        second_copies = uses * again
+        if wgrad_at_once:
+            # Scaled rows of all tokens; and a chunk's grad_hidden is reduced beside the next one's.
+            rows, hidden = inputs.num_tokens, (min(count, 2) + left * uses) * gathers
+        elif gathers:
+            # The chunk that was left takes no other buffer, unless its rows are scaled.
+            hidden = min(read if scales and not again else read - left, 2) + 1 + left * uses
+        else:
+            hidden = int(scales and (stored_chunks > 0 or second))
     else:
-        # The scaled-exp GEMM writes no E of a chunk that is not stored.
-        logits = int(stored_chunks < count and (second > 0 or not exp))
-        left = not inputs.promise_broken and (inputs.trained or stored_chunks < count)
-        hidden = min(count, 2) + (uses - 1) * left if gathers else 0
-    return _memory(
-        inputs,
-        cut,
-        stored_chunks,
-        logits=logits,
-        gradients=int(in_forward),
-        sums=uses if in_forward else 0,
-        hidden=hidden,
-        hidden_rows=-(-SAMPLED_ROWS // ranks) * ranks if exp and ranks > 1 and count else 0,
-        tiles=under_way if in_forward or stored_chunks else 1,
-        merges=under_way if ranks > 1 else 0,
-    )
+        under_way = min(count, 2) if ranks > 1 and not second else 1
+        tiles, merges = under_way if in_forward or stored_chunks else 1, under_way
+        rows = -(-SAMPLED_ROWS // ranks) * ranks if exp and ranks > 1 and count else 0
+        if in_forward:
+            logits, gradients, sums = under_way, 1, uses
+            hidden = min(count, 3) + 1 if gathers else int(scales)
+        else:
+            # The scaled-exp GEMM alone writes no E of a chunk that is not stored.
+            logits = int(again and (second or not exp))
+            hidden = (min(count, 2) + (uses - 1) * left) * gathers
 
-
-def backward_memory(
-    inputs: PlanInputs, cut: Cut, stored_chunks: int, wgrad_at_once: bool = False, remade: bool = False
-) -> Memory:
-    """The backward's peak. It begins with the last chunk, whose gathered hidden states the forward left.
-
-    ``remade``: it makes the gradients of ``grad_in_forward`` again, for an upstream gradient that is not what
-    was promised. Those made in the forward are gone, those of the head's other uses wait.
-    """
-    count, again, uses = cut.count, stored_chunks < cut.count, inputs.uses_in_flight
-    scales = inputs.saves_e and inputs.trained
-    read = count if inputs.trained else count - stored_chunks
-    left = 0 if remade or inputs.promise_broken else min(read, 1)
-    if inputs.num_parts == 1:
-        hidden = int(scales and not wgrad_at_once and (stored_chunks or inputs.second_hidden_size) > 0)
-    elif wgrad_at_once:
-        hidden = min(count, 2) + left * uses  # a chunk's grad_hidden is reduced beside the next one's
-    else:
-        # The chunk that was left takes no other buffer, unless its rows are scaled.
-        hidden = min(read if scales and not again else read - left, 2) + 1 + left * uses
-    return _memory(
-        inputs,
-        cut,
-        stored_chunks,
-        logits=int(again),
-        gradients=int(again or not inputs.saves_e),
-        sums=sums_grad_weight(inputs, min(count, 1) if wgrad_at_once else count) + (uses - 1) * remade,
-        hidden=hidden,
-        hidden_rows=inputs.num_tokens if wgrad_at_once else 0,
-        second=int(again),
-        second_copies=uses if again else 0,
-    )
-
-
-def _memory(
-    inputs: PlanInputs,
-    cut: Cut,
-    stored_chunks: int,
-    *,
-    logits: int,
-    gradients: int,  # of logits: in their place if of the same dtype
-    sums: int,
-    hidden: int,
-    hidden_rows: int,  # more
-    tiles: int = 0,
-    merges: int = 0,
-    second: int = 1,
-    second_copies: int = 0,
-) -> Memory:
-    """Bytes of so many buffers, each of the longest chunk, and of what is there at any time."""
-    tokens, capacity, uses = inputs.num_tokens, inputs.num_parts * cut.longest, inputs.uses_in_flight
-    num_rows, itemsize, stored_itemsize = inputs.num_rows, inputs.itemsize, inputs.stored_itemsize
-    on_gpu, labels = inputs.device != "cpu", inputs.labels_per_token
-    rounding = ROUNDING_BYTES if on_gpu and stored_itemsize * capacity * num_rows >= ROUNDED_FROM else 0
-    if logits and stored_itemsize == itemsize:
-        gradients = 0
-    of_logits = (logits * stored_itemsize + gradients * itemsize) * num_rows * capacity
+    tokens, capacity, num_rows = inputs.num_tokens, inputs.num_parts * cut.longest, inputs.num_rows
+    itemsize, stored_itemsize, labels = inputs.itemsize, inputs.stored_itemsize, inputs.labels_per_token
+    on_gpu, entries = inputs.device != "cpu", capacity * num_rows
+    if logits and itemsize == stored_itemsize:
+        gradients = 0  # they take the logits' place
+    rounding = ROUNDING_BYTES if on_gpu and stored_itemsize * entries >= ROUNDED_FROM else 0
     stored = stored_itemsize * num_rows * inputs.num_parts * cut.tokens_of(stored_chunks)
-    second_row, second_token, shard = inputs.second_itemsize * inputs.second_hidden_size, 0, SHARD_BYTES
-    if inputs.second_hidden_size:
-        number = 4 + 4 * (itemsize < 4) if inputs.logits_in_fp32 else inputs.second_itemsize  # fp32: of both
-        second_token = number * num_rows + SECOND_TOKEN_BYTES + (second_row if inputs.num_parts > 1 else 0)
-        shard = 4 * SHARD_BYTES
-    of_chunk = CHUNK_TOKEN_BYTES + CHUNK_LABEL_BYTES * labels + merges * shard * (1 + inputs.tp_size)
-    # A sum and a maximum of each tile and token (fp32), and another sum where logits are stored.
-    tile = 12 if inputs.saves_logits else 8
-    tiles = tiles * -(-num_rows // TILE_COLUMNS) if inputs.logits_backend == "scaled_exp" else 0
+    # A sum and a maximum of each token and tile (fp32), and one sum more if logits are saved.
+    tile = (12 if inputs.saves_logits else 8) * -(-num_rows // TILE_COLUMNS) if exp else 0
+    merge = SHARD_BYTES * (4 if second else 1) * (1 + ranks) if ranks > 1 else 0
+    second_hidden = inputs.second_itemsize * inputs.second_hidden_size * (tokens // inputs.num_parts)
     return Memory(
-        chunk_logits=of_logits + (logits + gradients) * rounding,
+        chunk_logits=(logits * stored_itemsize + gradients * itemsize) * entries
+        + (logits + gradients) * rounding,
         stored_logits=uses * (stored + stored_chunks * rounding),
-        grad_weight_sum=sums * 4 * num_rows * inputs.hidden_size if inputs.trained else 0,
-        hidden_states=itemsize * inputs.hidden_size * (hidden * capacity + hidden_rows),
+        grad_weight_sum=sums * 4 * num_rows * inputs.hidden_size * inputs.trained,
+        hidden_states=itemsize * inputs.hidden_size * (hidden * capacity + rows),
         tile_statistics=tiles * tile * capacity,
-        second_product=(
-            second * second_token * capacity + second_copies * second_row * tokens // inputs.num_parts
-        ),
-        token_floats=(TOKEN_BYTES + LABEL_BYTES * labels) * tokens * uses + of_chunk * capacity,
+        second_product=(inputs.second_bytes * capacity if again or not backward else 0)
+        + second_copies * second_hidden,
+        token_floats=(TOKEN_BYTES + LABEL_BYTES * labels) * tokens * uses
+        + (CHUNK_TOKEN_BYTES + CHUNK_LABEL_BYTES * labels + merges * merge) * capacity,
         workspace=WORKSPACE_BYTES if on_gpu else 0,
     )
 

@@ -183,7 +183,8 @@ def peaks_are_as_predicted(
         # grad_hidden is not the head's own: it may have the shape of a chunk's hidden states, or of all.
         alike = hidden.shape[0] // C if hidden.shape[0] in (C, num_tokens) else 0
         at_once = strategy == "store" and saves_e and trained
-        forward = memory.forward_memory(inputs, *cut, strategy == "grad_in_forward")
+        facts = inputs, *cut, strategy == "grad_in_forward", at_once
+        forward = memory.memory_of(*facts, backward=False)
         compare(
             "forward",
             inputs,
@@ -197,7 +198,7 @@ def peaks_are_as_predicted(
         seen.reset()
         loss.backward(weights)
     if strategy != "grad_in_forward":
-        backward = memory.backward_memory(inputs, *cut, at_once)
+        backward = memory.memory_of(*facts, backward=True)
         compare("backward", inputs, merge, seen.peak, backward, alike)
         return
     # Made again for another upstream gradient: what the forward made is gone by then.
@@ -208,7 +209,7 @@ def peaks_are_as_predicted(
         gc.collect()  # as above
         seen.reset()
         loss.backward(weights.square())
-    again = memory.backward_memory(inputs, *cut, remade=True)
+    again = memory.memory_of(*facts, backward=True)
     compare("backward", inputs, merge, seen.peak, again, alike)
     assert seen.peak[torch.float32, V, H] == trained
 
@@ -241,7 +242,8 @@ def compare(
     samples = int(ranks > 1 and when == "forward" and inputs.logits_backend == "scaled_exp")
     hidden = predicted.hidden_states - samples * e * sampled * H
     # Over several ranks the rest of the tokens' floats are merge buffers.
-    merge_bytes = predicted.token_floats - memory.TOKEN_BYTES * inputs.num_tokens - memory.CHUNK_TOKEN_BYTES * C
+    merge_bytes = predicted.token_floats - memory.CHUNK_TOKEN_BYTES * C
+    merge_bytes -= memory.TOKEN_BYTES * inputs.num_tokens
     tiles = 4 * C * -(-V // memory.TILE_COLUMNS)
     chunks = inputs.num_tokens // C
 
