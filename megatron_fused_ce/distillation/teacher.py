@@ -72,8 +72,8 @@ class Distillation(OtherTargets):
 
     def in_plan(self) -> dict[str, int]:
         return {
-            "teacher_hidden_size": self.weight.shape[1],
-            "teacher_itemsize": self.weight.element_size(),
+            "second_hidden_size": self.weight.shape[1],
+            "second_itemsize": self.weight.element_size(),
         }
 
     def in_autocast(self) -> Distillation:
