@@ -135,6 +135,28 @@ def is_defined_in(module: ModuleType, found: Any) -> bool:
     return type(found) is FunctionType and found.__globals__.get("__name__") == module.__name__
 
 
+def is_megatrons(found: Any) -> bool:
+    """Whether a function, or a method's, is written in Megatron's core, with nothing around it."""
+    function = function_of(found)
+    return function is not None and str(function.__globals__.get("__name__", "")).startswith(_CORE)
+
+
+def function_of(found: Any) -> FunctionType | None:
+    """The function of a method; None of anything else, as a proxy that passes on another's attributes."""
+    found = found.__func__ if type(found) is MethodType else found
+    return found if type(found) is FunctionType else None
+
+
+def name_of(function: Any) -> str:
+    """The name of a function for the log, with what is wrapped around it."""
+    function = getattr(function, "func", function)
+    if hasattr(function, "__wrapped__") and hasattr(function, "__code__"):
+        own = f"{function.__globals__.get('__name__')}.{function.__code__.co_name}"
+        return f"{own} around {name_of(function.__wrapped__)}"
+    module = getattr(function, "__module__", "?")
+    return f"{module}.{getattr(function, '__qualname__', repr(function))}"
+
+
 # --- digests ---------------------------------------------------------------------------------------
 
 #: What does not change what a function computes, or is not the same in all versions of Python.

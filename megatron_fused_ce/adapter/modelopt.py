@@ -20,14 +20,15 @@ import torch
 
 from megatron_fused_ce.adapter import (
     arguments,
-    consumer,
+    caller,
     deferred_logits,
     language_module,
     report,
+    say,
     stock_path,
 )
-from megatron_fused_ce.adapter.consumer import name_of
 from megatron_fused_ce.adapter.deferred_logits import DeferredLogits
+from megatron_fused_ce.adapter.forms import name_of
 from megatron_fused_ce.adapter.import_hook import replace_everywhere
 from megatron_fused_ce.adapter.switch import active_config
 
@@ -60,8 +61,7 @@ def patch(module: Any) -> None:
                     loss = student.divergence(teacher, *known)
                     # Whole on every rank, where ModelOpt's own is this rank's part of a sum.
                     return self.post_forward(loss.t(), tp_reduce=False)
-            tp_rank = student.head.tp_group.rank()
-            report.say_once(tp_rank, f"{loss_class.__name__} takes real logits: {why}")
+            say.once(student.call.layer.tp_group, f"{loss_class.__name__} takes real logits: {why}")
         predictions, targets = deferred_logits.real((predictions, targets))
         return stock_forward(self, predictions, targets, *args, **kwargs)
 
@@ -81,7 +81,7 @@ def _why_not_comparable(student: DeferredLogits, teacher: DeferredLogits) -> str
             f"the student's would be {tuple(student.shape)} and the teacher's {tuple(teacher.shape)} on this "
             "rank: the same tokens and one cut of the vocabulary are compared"
         )
-    both_joined = all(getattr(side.head, "fused_ce_joined", False) for side in (student, teacher))
+    both_joined = all(getattr(side.call.layer, "fused_ce_joined", False) for side in (student, teacher))
     return "" if both_joined else "they are not a student's and its teacher's"
 
 
@@ -95,7 +95,7 @@ def _join(model: Any, loss_class: Any, stock_forward: Callable[..., Any]) -> Non
     assert config is not None
     stock_path.refuse_options(config, stock_path.OF_DISTILLATION)
     reason = _why_not_joined(model, loss_class, stock_forward)
-    if reason is not None:
+    if reason:
         report.left_to_megatron(model, f"distillation: {reason}")
         return
     for side in (model, model.teacher_model):
@@ -104,7 +104,8 @@ def _join(model: Any, loss_class: Any, stock_forward: Callable[..., Any]) -> Non
         side.output_layer.fused_ce_joined = True
 
 
-def _why_not_joined(model: Any, loss_class: Any, stock_forward: Callable[..., Any]) -> str | None:
+def _why_not_joined(model: Any, loss_class: Any, stock_forward: Callable[..., Any]) -> str:
+    """Why the heads of a student and its teacher stay with Megatron; empty if they are joined."""
     from megatron_fused_ce.adapter.output_layer import ColumnParallelLinear
 
     teacher = model.teacher_model
@@ -120,10 +121,10 @@ def _why_not_joined(model: Any, loss_class: Any, stock_forward: Callable[..., An
     for name, side in (("student", model), ("teacher", teacher)):
         own = side.compute_language_model_loss
         if getattr(own, "__module__", None) == loss_class.__module__:
-            consumer.learn_loss(own)  # it hands the logits on, or leaves them alone
+            caller.learn_loss(own)  # it hands the logits on, or leaves them alone
         if getattr(side, language_module.ADOPTED, None) is None:
             reason = stock_path.reason_at_build(side, arguments.megatron_args(), joined=True)
-            if reason is not None:
+            if reason:
                 return f"of the {name}, {reason}"
         elif not isinstance(side.output_layer, ColumnParallelLinear):
             return f"of the {name}, the output layer is {name_of(type(side.output_layer))} by now"
@@ -132,7 +133,7 @@ def _why_not_joined(model: Any, loss_class: Any, stock_forward: Callable[..., An
         return "student and teacher are tensor-parallel over different groups"
     if loss._config.tensor_model_parallel_size != group.size():
         return f"{loss_class.__name__} expects another tensor-parallel size than that of the output layers"
-    return None
+    return ""
 
 
 def divergence_of(loss: Any, loss_class: Any, stock_forward: Callable[..., Any]) -> tuple[str, float] | None:

@@ -100,7 +100,7 @@ def output_processor(
             strategy = "auto" if flag.strategy == "grad_in_forward" else flag.strategy
             config = replace(flag, strategy=strategy, skip_masked=False)
         softcap, reason = adopted.softcap_around(output_layer, config)
-        if reason is not None:
+        if reason:
             raise ValueError(f"output_processor cannot serve this head: {reason}")
         config = replace(config, logit_softcap=softcap) if softcap else config
     config = of_layer(config, output_layer)

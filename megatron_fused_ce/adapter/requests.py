@@ -1,0 +1,239 @@
+"""What is asked of the output layer in the place of its logits: losses, log-probabilities, a divergence.
+
+The ``answer`` of a request runs as the layer's forward, inside ``nn.Module.__call__``: on the hidden states
+and the weight that the layer's hooks have gathered. What it returns passes through the hooks like Megatron's
+logits and bias; FSDP puts views in the place of tensors, which must be used then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from megatron_fused_ce.adapter import report, say, stock_path
+from megatron_fused_ce.adapter.main_grad import open_grad_weight_for
+from megatron_fused_ce.adapter.token_weights import TokenWeights
+from megatron_fused_ce.config import FusedCEConfig
+from megatron_fused_ce.distillation.teacher import Distillation
+from megatron_fused_ce.head.autograd import linear_cross_entropy
+from megatron_fused_ce.head.call import Call
+from megatron_fused_ce.head.promise import Head
+from megatron_fused_ce.rl import unrounded
+
+
+class Answer(NamedTuple):
+    """What a request's ``answer`` returns, in the place of logits and bias."""
+
+    result: Tensor
+    beside: Any = None
+
+
+class MaxAndIndices(NamedTuple):
+    """Largest logit of each token in this rank's part and its column, as ``Tensor.max(dim)`` gives them."""
+
+    values: Tensor  # [s, b]
+    indices: Tensor
+
+
+class Request(Protocol):
+    def answer(self, layer: Any, hidden: Tensor, weight: Tensor) -> Answer: ...
+
+
+@dataclass(frozen=True, eq=False)
+class LossRequest:
+    """Losses ``[b, s]``; beside them :class:`MaxAndIndices` where Megatron counts what a head has right."""
+
+    config: FusedCEConfig
+    labels: Tensor  # [b, s]
+    token_weights: TokenWeights
+
+    def answer(self, layer: Any, hidden: Tensor, weight: Tensor) -> Answer:
+        out = linear_cross_entropy(
+            _call(
+                layer,
+                hidden,
+                weight,
+                self.labels,
+                self.token_weights,
+                self.config,
+                with_argmax=layer.fused_ce_with_argmax and layer.training,
+            )
+        )
+        report.evaluation_once(layer, hidden, out.plan, out.why_not_scaled_exp)
+        if out.local_max is None or out.local_argmax is None:
+            return Answer(out.loss)
+        in_sequence = self.labels.t().shape  # [s, b]
+        top = MaxAndIndices(out.local_max.view(in_sequence), out.local_argmax.view(in_sequence))
+        return Answer(out.loss, top)
+
+
+@dataclass(frozen=True, eq=False)
+class LogProbsRequest:
+    """Log-probabilities of labels, fp32 ``[b, s]``; beside them the entropy, or None.
+
+    Raises:
+        ValueError: the head has options that make another loss than the plain one.
+    """
+
+    config: FusedCEConfig
+    labels: Tensor  # [b, s]
+    entropy: str = "none"  # or detached, differentiable
+    active: Tensor | None = None  # bool [b, s], the tokens that need them; None for all
+
+    def answer(self, layer: Any, hidden: Tensor, weight: Tensor) -> Answer:
+        stock_path.refuse_log_probs(layer.fused_ce_config)
+        unknown = TokenWeights(None, "the caller of log-probabilities weighs each token as it likes")
+        differentiable = self.entropy == "differentiable"
+        config = _for_weights(layer, unrounded(self.config) if differentiable else self.config, unknown)
+        weights = unknown
+        if self.active is not None:
+            weights, config = TokenWeights(self.active.float()), replace(config, skip_masked=True)
+        out = linear_cross_entropy(
+            _call(
+                layer,
+                hidden,
+                weight,
+                self.labels,
+                weights,
+                config,
+                active_mask=self.active is not None,
+                outputs=("entropy",) if self.entropy != "none" else (),
+                differentiable=("entropy",) if differentiable else (),
+            )
+        )
+        report.evaluation_once(layer, hidden, out.plan, out.why_not_scaled_exp)
+        return Answer(out.loss.neg(), out.outputs.get("entropy"))
+
+
+@dataclass(frozen=True, eq=False)
+class ZerosRequest:
+    """Losses ``[b, s]`` of label 0, for upstream gradients of 0 or NaN alone.
+
+    They have no gradient. Added to them are the zeros of a head without active tokens, whose backward runs no
+    GEMM and gives zeros, or NaN for an upstream gradient of NaN.
+    """
+
+    config: FusedCEConfig
+    shape: tuple[int, int]  # (b, s)
+
+    def answer(self, layer: Any, hidden: Tensor, weight: Tensor) -> Answer:
+        labels = torch.zeros(self.shape, dtype=torch.int64, device=hidden.device)
+        config = replace(self.config, strategy="recompute")
+        call = _call(layer, hidden, weight, labels, TokenWeights(None), config)
+        with torch.no_grad():
+            losses = linear_cross_entropy(call).loss
+        none = torch.zeros_like(losses)
+        call = call._replace(token_weights=none, active_mask=True, config=replace(config, skip_masked=True))
+        return Answer(losses + linear_cross_entropy(call).loss)
+
+
+@dataclass(frozen=True)
+class TeacherRequest:
+    """The teacher's hidden states; beside them :class:`.Distillation`, what a student's call takes of it."""
+
+    config: FusedCEConfig
+    divergence: str
+
+    def answer(self, layer: Any, hidden: Tensor, weight: Tensor) -> Answer:
+        teacher = Distillation(
+            hidden.detach(),
+            weight.detach(),
+            label_weights=None,
+            divergence=self.divergence,
+            beta=0.5,
+            logit_scale=self.config.logit_scale,
+            logit_softcap=self.config.logit_softcap,
+            sequence_parallel=layer.sequence_parallel,
+            with_labels=False,
+        )
+        return Answer(hidden, teacher)
+
+
+@dataclass(frozen=True, eq=False)
+class DivergenceRequest:
+    """Divergences ``[b, s]`` from a teacher, whole on every rank."""
+
+    config: FusedCEConfig
+    shape: tuple[int, int]  # (b, s)
+    teacher: Distillation
+    temperature: float
+    token_weights: TokenWeights
+
+    def answer(self, layer: Any, hidden: Tensor, weight: Tensor) -> Answer:
+        out = linear_cross_entropy(
+            _call(
+                layer,
+                hidden,
+                weight,
+                torch.full(self.shape, -1, dtype=torch.int64, device=hidden.device),  # no labels
+                self.token_weights,
+                self.config,
+                loss="distillation by ",
+                other_targets=self.teacher,
+                temperature=self.temperature,
+            )
+        )
+        report.divergence_once(layer, self.teacher.divergence, self.temperature, out.plan)
+        return Answer(out.loss)
+
+
+def _call(
+    layer: Any,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    token_weights: TokenWeights,
+    config: FusedCEConfig,
+    loss: str = "",
+    **more: Any,
+) -> Call:
+    """The head's call, with all that follows from the layer and the token weights.
+
+    Args:
+        loss: words for the head's name, where it has several losses.
+    """
+    return Call(
+        hidden,
+        weight,
+        labels,
+        config=_for_weights(layer, config, token_weights),
+        tp_group=layer.tp_group,
+        sequence_parallel=layer.sequence_parallel,
+        token_weights=token_weights.values,
+        vocab_start=layer.tp_group.rank() * layer.output_size_per_partition,
+        unmasked=token_weights.unmasked(),
+        open_grad_weight=open_grad_weight_for(weight, layer.gradient_accumulation_fusion),
+        uses_in_flight=1 + (getattr(layer.config, "mtp_num_layers", None) or 0),
+        head=_head_of(layer, loss),
+        **more,
+    )
+
+
+#: Of every layer that was evaluated, by its losses; not an attribute, which a copy of the layer would share.
+_heads: WeakKeyDictionary[Any, dict[str, Head]] = WeakKeyDictionary()
+
+
+def _head_of(layer: Any, loss: str) -> Head:
+    heads = _heads.setdefault(layer, {})
+    if loss not in heads:
+        tell = partial(say.in_each_replica, layer.tp_group)  # not the layer, which would keep it alive
+        heads[loss] = Head(f"{loss}the head of {layer.fused_ce_model}", say=tell)
+    return heads[loss]
+
+
+def _for_weights(layer: Any, config: FusedCEConfig, token_weights: TokenWeights) -> FusedCEConfig:
+    """``config``, with strategy ``auto`` for a ``grad_in_forward`` whose token weights are not known."""
+    if config.strategy != "grad_in_forward" or token_weights.values is not None:
+        return config
+    if torch.is_grad_enabled():
+        say.once(
+            layer.tp_group,
+            "strategy auto instead of grad_in_forward for a head whose token weights are not known in "
+            f"the forward: {token_weights.unknown}",
+        )
+    return replace(config, strategy="auto")
