@@ -53,23 +53,14 @@ class LossRequest:
     token_weights: TokenWeights
 
     def answer(self, layer: Any, hidden: Tensor, weight: Tensor) -> Answer:
-        out = linear_cross_entropy(
-            _call(
-                layer,
-                hidden,
-                weight,
-                self.labels,
-                self.token_weights,
-                self.config,
-                with_argmax=layer.fused_ce_with_argmax and layer.training,
-            )
-        )
+        call = _call(layer, hidden, weight, self.labels, self.token_weights, self.config)
+        out = linear_cross_entropy(call._replace(with_argmax=layer.fused_ce_with_argmax and layer.training))
         report.evaluation_once(layer, hidden, out.plan, out.why_not_scaled_exp)
         if out.local_max is None or out.local_argmax is None:
             return Answer(out.loss)
         in_sequence = self.labels.t().shape  # [s, b]
-        top = MaxAndIndices(out.local_max.view(in_sequence), out.local_argmax.view(in_sequence))
-        return Answer(out.loss, top)
+        found = MaxAndIndices(out.local_max.view(in_sequence), out.local_argmax.view(in_sequence))
+        return Answer(out.loss, found)
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,23 +80,14 @@ class LogProbsRequest:
         stock_path.refuse_log_probs(layer.fused_ce_config)
         unknown = TokenWeights(None, "the caller of log-probabilities weighs each token as it likes")
         differentiable = self.entropy == "differentiable"
-        config = _for_weights(layer, unrounded(self.config) if differentiable else self.config, unknown)
-        weights = unknown
-        if self.active is not None:
-            weights, config = TokenWeights(self.active.float()), replace(config, skip_masked=True)
-        out = linear_cross_entropy(
-            _call(
-                layer,
-                hidden,
-                weight,
-                self.labels,
-                weights,
-                config,
-                active_mask=self.active is not None,
-                outputs=("entropy",) if self.entropy != "none" else (),
-                differentiable=("entropy",) if differentiable else (),
-            )
+        config = unrounded(self.config) if differentiable else self.config
+        call = _call(layer, hidden, weight, self.labels, unknown, config)._replace(
+            outputs=("entropy",) if self.entropy != "none" else (),
+            differentiable=("entropy",) if differentiable else (),
         )
+        if self.active is not None:
+            call = _cut(call, self.active.float())
+        out = linear_cross_entropy(call)
         report.evaluation_once(layer, hidden, out.plan, out.why_not_scaled_exp)
         return Answer(out.loss.neg(), out.outputs.get("entropy"))
 
@@ -128,8 +110,7 @@ class ZerosRequest:
         with torch.no_grad():
             losses = linear_cross_entropy(call).loss
         none = torch.zeros_like(losses)
-        call = call._replace(token_weights=none, active_mask=True, config=replace(config, skip_masked=True))
-        return Answer(losses + linear_cross_entropy(call).loss)
+        return Answer(losses + linear_cross_entropy(_cut(call, none)).loss)
 
 
 @dataclass(frozen=True)
@@ -165,19 +146,13 @@ class DivergenceRequest:
     token_weights: TokenWeights
 
     def answer(self, layer: Any, hidden: Tensor, weight: Tensor) -> Answer:
-        out = linear_cross_entropy(
-            _call(
-                layer,
-                hidden,
-                weight,
-                torch.full(self.shape, -1, dtype=torch.int64, device=hidden.device),  # no labels
-                self.token_weights,
-                self.config,
-                loss="distillation by ",
-                other_targets=self.teacher,
-                temperature=self.temperature,
-            )
+        no_labels = torch.full(self.shape, -1, dtype=torch.int64, device=hidden.device)
+        call = _call(layer, hidden, weight, no_labels, self.token_weights, self.config)._replace(
+            other_targets=self.teacher,
+            temperature=self.temperature,
+            head=_head_of(layer, "distillation by "),
         )
+        out = linear_cross_entropy(call)
         report.divergence_once(layer, self.teacher.divergence, self.temperature, out.plan)
         return Answer(out.loss)
 
@@ -189,14 +164,8 @@ def _call(
     labels: Tensor,
     token_weights: TokenWeights,
     config: FusedCEConfig,
-    loss: str = "",
-    **more: Any,
 ) -> Call:
-    """The head's call, with all that follows from the layer and the token weights.
-
-    Args:
-        loss: words for the head's name, where it has several losses.
-    """
+    """The head's call, with all that follows from the layer and the token weights."""
     return Call(
         hidden,
         weight,
@@ -209,16 +178,21 @@ def _call(
         unmasked=token_weights.unmasked(),
         open_grad_weight=open_grad_weight_for(weight, layer.gradient_accumulation_fusion),
         uses_in_flight=1 + (getattr(layer.config, "mtp_num_layers", None) or 0),
-        head=_head_of(layer, loss),
-        **more,
+        head=_head_of(layer),
     )
+
+
+def _cut(call: Call, active: Tensor) -> Call:
+    """The same call for the tokens alone whose weight in ``active`` is not 0."""
+    config = replace(call.config, skip_masked=True)
+    return call._replace(token_weights=active, active_mask=True, config=config)
 
 
 #: Of every layer that was evaluated, by its losses; not an attribute, which a copy of the layer would share.
 _heads: WeakKeyDictionary[Any, dict[str, Head]] = WeakKeyDictionary()
 
 
-def _head_of(layer: Any, loss: str) -> Head:
+def _head_of(layer: Any, loss: str = "") -> Head:
     heads = _heads.setdefault(layer, {})
     if loss not in heads:
         tell = partial(say.in_each_replica, layer.tp_group)  # not the layer, which would keep it alive
