@@ -7,7 +7,6 @@ an empty string for a head that is fused. A reason is logged once; nothing falls
 
 from __future__ import annotations
 
-import operator
 import sys
 from collections.abc import Iterator
 from types import FrameType, FunctionType, MethodType
@@ -27,9 +26,6 @@ LAYER_ATTRIBUTES = (
     *("tp_group", "input_size", "output_size", "output_size_per_partition"),
     "gradient_accumulation_fusion",
 )
-#: The forward of Megatron's dev branch: that of ColumnParallelLinear, or a loss on request.
-FORWARD_WITH_LOSS = "LinearCrossEntropyModule.forward"
-
 #: Arguments of a launch whose readers take the logits, and those of them whose reader is ModelOpt.
 _READERS = (
     *("config_logger_dir", "logits_save_dir", "logits_load_dir"),
@@ -111,8 +107,12 @@ def _of_arguments(names: tuple[str, ...], *owners: Any) -> str:
     return next((BY_ARGUMENT[name] for name in given), "")
 
 
-def _why_unknown_layer(layer: Any, config: Any) -> str:
-    """Why nothing is known of what this layer makes of hidden states and weight; empty if it is known."""
+def _why_unknown_layer(layer: Any, config: Any, known: bool = False) -> str:
+    """Why nothing is known of what this layer makes of hidden states and weight; empty if it is known.
+
+    Args:
+        known: its forward must have a known form, which :class:`.forms.Held` asks of an adopted one.
+    """
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
     kind = type(layer)
@@ -123,11 +123,11 @@ def _why_unknown_layer(layer: Any, config: Any) -> str:
     parametrized = why_parametrized(layer)
     if parametrized:
         return parametrized
-    of_megatron = kind.forward is forms.of_layer("forward") or (
-        forms.is_megatrons(kind.forward) and kind.forward.__qualname__ == FORWARD_WITH_LOSS
+    # Megatron's dev branch has a layer whose forward gives a loss on request.
+    is_plain = kind.forward is ColumnParallelLinear.forward or forms.is_own(
+        kind.forward, forms.LINEAR, "LinearCrossEntropyModule.forward", known
     )
-    plain = of_megatron and kind.__call__ is torch.nn.Module.__call__
-    if not plain or not (kind is ColumnParallelLinear or _passes_on(layer)):
+    if not is_plain or kind.__call__ is not torch.nn.Module.__call__:
         more = f"{name}, whose {name_of(kind.forward)} may do more than Megatron's ColumnParallelLinear"
         return fp8 or more
     missing = ", ".join(attribute for attribute in LAYER_ATTRIBUTES if not hasattr(layer, attribute))
@@ -142,33 +142,6 @@ def why_parametrized(layer: Any) -> str:
     if "parametrizations" not in layer._modules:
         return ""
     return "a parametrization of its output layer changes with every read of the weight, or may"
-
-
-def _passes_on(layer: Any) -> bool:
-    """Whether the forward of a subclass hands its arguments on, and returns what ColumnParallelLinear's does.
-
-    Tried with that one's place taken, since forks change the forward of one name.
-    """
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-
-    made, seen = (torch.ones(()), None), []
-
-    class Base(ColumnParallelLinear):  # type: ignore[misc]
-        def forward(self, input_: Any, weight: Any = None, runtime_gather_output: Any = None) -> Any:
-            seen.append((input_, weight, runtime_gather_output))
-            return made
-
-    kind = type(layer)
-    tried: Any = type(kind.__name__, (kind, Base), {})
-    tried = tried.__new__(tried)
-    vars(tried).update(vars(layer))
-    dtype = getattr(layer.config, "params_dtype", None)
-    given = torch.zeros(1, dtype=dtype), torch.zeros(1, dtype=dtype), False
-    try:
-        result = tried.forward(*given)
-    except Exception:  # of a forward that wants more than this
-        return False
-    return result is made and made[0] == 1 and len(seen) == 1 and all(map(operator.is_, seen[0], given))
 
 
 def _why_not_served(layer: Any, config: Any) -> str:
@@ -403,7 +376,7 @@ def refuse_processor(layer: Any, adopted: bool) -> None:
         ValueError: with the reason.
     """
     config = getattr(layer, "config", None)
-    reason = why_parametrized(layer) or ("" if adopted else _why_unknown_layer(layer, config))
+    reason = why_parametrized(layer) or ("" if adopted else _why_unknown_layer(layer, config, known=True))
     if not reason and not adopted and "forward" in vars(layer):
         reason = f"its forward is {name_of(layer.forward)}, which may change the logits"
     reason = reason or _why_not_served(layer, config) or _why_hooked(layer)
