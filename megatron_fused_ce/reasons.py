@@ -27,7 +27,7 @@ BY_ARGUMENT = {
         "Megatron's ColumnParallelLinear"
     ),
     # where it is neither fp32 nor the parameters' dtype
-    "logit_dtype": "--output-logit-dtype asks for logits of another dtype than the parameters'",
+    "logit_dtype": "--output-logit-dtype asks for {} logits",
     # where it is more than the tensor-parallel size
     "tensor_parallel_num_weight_shards": (
         "its weight is sharded by gtp_remat (--tensor-parallel-num-weight-shards)"

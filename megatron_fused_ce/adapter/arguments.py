@@ -99,7 +99,7 @@ _ADVANCED = (
         "compare shapes, options and the numbers of labels, token weights and temperatures over the "
         "tensor-parallel ranks on every call, not only shapes and options on the first"),
     Option("trust", {"type": _digest, "nargs": "+", "metavar": "DIGEST"},
-        "stand in for edited functions of Megatron's with these digests, which the log names: the head "
+        "stand in for functions that are not known, with these digests, which the log names: the head "
         "computes what Megatron's own do"),
 )  # fmt: skip
 

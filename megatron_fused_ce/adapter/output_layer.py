@@ -19,7 +19,7 @@ from megatron_fused_ce.adapter.forms import name_of
 from megatron_fused_ce.adapter.layer_call import LayerCall
 from megatron_fused_ce.adapter.requests import Answer
 from megatron_fused_ce.adapter.switch import counters
-from megatron_fused_ce.adapter.token_weights import TokenWeights, of_call, of_loss
+from megatron_fused_ce.adapter.token_weights import TokenWeights, of_loss
 from megatron_fused_ce.config import FusedCEConfig
 
 
@@ -88,7 +88,7 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
             config = replace(config, ignore_index=-100)
         used = self.weight if weight is None else weight
         captures = stock_path.captures_of(self)
-        weights = of_call(caller.model_of(frame)) if captures else TokenWeights(None)
+        weights = of_loss(caller.model_of(frame)) if captures else TokenWeights(None)
         num_parts = self.tp_group.size() if self.sequence_parallel else 1
         vocabulary = self.output_size if gathers else self.output_size_per_partition
         deferred = DeferredLogits(

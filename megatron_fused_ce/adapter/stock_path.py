@@ -149,15 +149,16 @@ def _why_not_served(layer: Any, config: Any) -> str:
     changed = _why_not_served_now(layer)
     if changed:
         return changed
-    if getattr(layer, "output_dtype", None) not in (None, config.params_dtype, torch.float32):
-        return BY_ARGUMENT["logit_dtype"]
+    output_dtype = getattr(layer, "output_dtype", None)
+    if output_dtype not in (None, config.params_dtype, torch.float32):
+        return BY_ARGUMENT["logit_dtype"].format(output_dtype)
     if getattr(layer, "gtp_remat_size", 1) > 1:
         return BY_ARGUMENT["tensor_parallel_num_weight_shards"]
     return ""
 
 
 def _why_not_served_now(layer: Any) -> str:
-    """Why not, by what Megatron's layer looks up at every call, which may change once the model is built."""
+    """Why the layer does more than multiply, as it is now: its attributes may change once the model is built."""
     sums = layer.tp_group.size() > 1 and not layer.sequence_parallel and not layer.disable_grad_reduce
     if layer.bias is not None:
         return "its output layer has a bias"
@@ -225,7 +226,7 @@ def stays_deferred(weight: Any) -> bool:
 
 
 def is_fsdp(parameter: Any) -> bool:
-    """FSDP2's and Megatron-FSDP's are freed when the model's call ends: nothing can be evaluated then."""
+    """Whether FSDP2 or Megatron-FSDP shards a parameter, which they free when the model's call ends."""
     return hasattr(parameter, "placements") or hasattr(parameter, "__fsdp_param__")
 
 
@@ -325,7 +326,7 @@ def captures_of(layer: Any) -> list[Any]:
 
 
 def _is_sharding_hook(hook: Any) -> bool:
-    """Hooks of FSDP2 and Megatron-FSDP gather and free parameters; they read no logits."""
+    """Whether a hook is FSDP2's or Megatron-FSDP's: it gathers or frees parameters, and reads no logits."""
     module = getattr(hook, "__module__", None) or getattr(getattr(hook, "func", None), "__module__", "")
     return str(module).startswith(_FSDP2) or (str(module).startswith("megatron") and "fsdp" in str(module))
 

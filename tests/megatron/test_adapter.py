@@ -820,6 +820,7 @@ def test_an_adopted_layer_can_be_copied_and_pickled():
     for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert type(copied) is ColumnParallelLinear
         assert copied.fused_ce_config == layer.fused_ce_config
+        assert copied.fused_ce_held.of == copied.fused_ce_held.changed() == ""
 
 
 @pytest.mark.parametrize(
