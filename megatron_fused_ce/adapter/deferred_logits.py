@@ -34,15 +34,14 @@ _OF_TOTAL = {"shape": torch.Size(()), "for_caller": False, "_is_total": True}
 
 
 class DeferredLogits:
-    """Logits ``[s, b, V]`` of one head use that have not been computed.
+    """Logits ``[s, b, V]`` that have not been computed.
 
-    Reading ``shape``, ``dtype``, ``device`` costs nothing. Remembered are: a product with a number; of logits
-    for the caller ``transpose(0, 1)``, ``contiguous()``, a slice of positions (then ``[b, s, V]``),
-    ``squeeze(0)`` and ``float()``, and ``sum()`` and ``mean()``, since frameworks add 0 times one to their
-    loss, so that every rank has a backward (:meth:`_zero`). After a fused loss the maximum over the last
-    dimension comes from that evaluation. Everything else materialises the logits through Megatron's own
-    layer, once, and counts it. From then on the real ones are used for everything, since any of them may
-    share memory with others and be changed in place.
+    Reading ``shape``, ``dtype``, ``device`` costs nothing. Remembered are a product with a number and, of
+    logits for the caller, ``transpose(0, 1)``, ``contiguous()``, ``float()``, ``squeeze(0)``, a slice of
+    positions (then ``[b, s, V]``), ``sum()`` and ``mean()``. After a loss the maximum over the last dimension
+    comes from its evaluation. Everything else makes the logits real, once, by Megatron's own layer, and
+    counts it. From then on real ones are used for everything, since any of them may share memory with others
+    and be changed in place.
 
     Args:
         call: makes the logits, or a loss without them.
@@ -128,16 +127,12 @@ class DeferredLogits:
         return loss
 
     def divergence(self, teacher: DeferredLogits, kind: str, temperature: float) -> Tensor:
-        """Divergence from the softmax of ``teacher``, another model's for the same tokens: fp32 ``[b, s]``.
-
-        Whole on every rank.
-        """
+        """Divergences fp32 ``[b, s]`` from the softmax of ``teacher``, another model's logits for the same
+        tokens; whole on every rank."""
         with self._grad_mode():
             _, given = teacher.call.ask(requests.TeacherRequest(teacher.config, kind))
-        weights = self.call.token_weights
-        return self._ask(
-            requests.DivergenceRequest(self.config, self._batch, given, temperature, weights)
-        ).result
+        config, weights = self.config, self.call.token_weights
+        return self._ask(requests.DivergenceRequest(config, self._batch, given, temperature, weights)).result
 
     def log_probs(
         self,
@@ -339,9 +334,9 @@ class DeferredLogits:
     def _zero(self) -> Tensor:
         """0 times the sum of all logits, without them: NaN where a token's are NaN or +inf, else 0.
 
-        It is 0 times the sum of all tokens' log-probabilities from an evaluation, or of their losses from a
-        pass of its own (not kept: a checkpoint that runs the loss again counts what it saves), so that the
-        backward goes where that of real logits does: hidden states, weight, their hooks and collectives.
+        Frameworks add it to their loss, so that every rank has a backward. It is 0 times log-probabilities of
+        an evaluation, or losses from a pass of its own (not kept: a checkpoint that runs the loss again
+        counts what it saves), whose backward goes where that of real logits does.
         """
         with self._grad_mode():
             needs_grad = self._needs_grad and torch.is_grad_enabled()
@@ -448,9 +443,8 @@ def _forward_operator(name: str) -> None:
 
 for _name in (
     *("add", "radd", "sub", "rsub", "rtruediv", "floordiv", "mod", "pow", "rpow", "matmul", "rmatmul"),
-    *("neg", "pos", "abs", "setitem", "iter", "lt", "le", "gt", "ge", "float", "bool"),
-    # Without these, comparison would silently be by identity. Hashing stays by identity, as for tensors.
-    *("eq", "ne"),
-    *("iadd", "isub", "imul", "itruediv", "contains", "array"),
+    *("neg", "pos", "abs", "setitem", "iter", "lt", "le", "gt", "ge", "float", "bool", "contains", "array"),
+    # Without eq and ne, comparison would silently be by identity. Hashing stays by identity, as for tensors.
+    *("iadd", "isub", "imul", "itruediv", "eq", "ne"),
 ):
     _forward_operator(f"__{_name}__")

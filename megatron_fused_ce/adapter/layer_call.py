@@ -17,9 +17,9 @@ from megatron_fused_ce.config import FusedCEConfig
 
 @dataclass(eq=False)
 class LayerCall:
-    """The inputs of a call of the output layer, which makes its logits, or answers a request, later.
+    """What the output layer was called with: later it gives real logits, or the answer to a request.
 
-    The layer is called then, with all its hooks: DDP waits for a parameter gather, FSDP gathers and frees.
+    Only then is the layer run, with all its hooks: DDP waits for a parameter gather, FSDP gathers and frees.
     """
 
     layer: Any
@@ -28,7 +28,7 @@ class LayerCall:
     gathered: bool  # the logits of the whole vocabulary are asked for
     config: FusedCEConfig
     softcap: float  # of a forward around the layer's own, 0 for none
-    token_weights: TokenWeights  # of a divergence, for which ModelOpt asks
+    token_weights: TokenWeights  # for a divergence, where ModelOpt asks for one
 
     def __post_init__(self) -> None:
         self._requires_grad, self._before = self.weight.requires_grad, self._versions()
@@ -39,11 +39,11 @@ class LayerCall:
 
     def logits(self) -> Tensor:
         """Real logits ``[s, b, V]``, by Megatron's own forward."""
-        logits, _ = self._run(runtime_gather_output=self.gathered or None)
-        return logits  # type: ignore[no-any-return]
+        logits: Tensor = self._run(runtime_gather_output=self.gathered or None)[0]
+        return logits
 
     def ask(self, request: Request) -> Answer:
-        """The answer to a request, in the place of logits."""
+        """The answer to a request, without logits."""
         answer = self._run(fused_ce_answer=request.answer)
         if not isinstance(answer, Answer):
             raise RuntimeError(
@@ -53,13 +53,13 @@ class LayerCall:
         return answer
 
     def _run(self, **given: Any) -> Any:
-        """Call the layer with what it was called with: hidden states, weight, whether that is trained.
+        """Run the layer on the hidden states and the weight of the call, trained or frozen as it was.
 
-        ``torch.func.functional_call`` puts another weight in the layer's place while it runs; callers freeze
-        weights for a while. None stands for the layer's own, which FSDP's hooks gather inside of its call.
+        The layer may have another weight by now: ``torch.func.functional_call`` lends it one, callers freeze
+        it for a while. None stands for its own, which FSDP's hooks gather inside of the call.
 
         Raises:
-            RuntimeError: the numbers of weight or hidden states are no longer those of the call.
+            RuntimeError: weight or hidden states were changed in place since.
         """
         if self._versions() != self._before:
             raise RuntimeError(
@@ -85,7 +85,7 @@ def _requires_grad(weight: Tensor, value: bool) -> Iterator[None]:
 
 @contextmanager
 def _nothing_kept(layer: Any) -> Iterator[None]:
-    """Context of a call that is not the model's: what ModelOpt's hooks keep of it is forgotten."""
+    """Context in which ModelOpt's hooks on the layer keep nothing, since its call is not the model's."""
     if not stock_path.captures_of(layer):
         yield
         return

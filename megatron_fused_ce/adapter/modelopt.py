@@ -34,7 +34,7 @@ from megatron_fused_ce.adapter.switch import active_config
 
 
 def patch(module: Any) -> None:
-    """Wrap the end of the set-up, and ``LogitsKLLoss``."""
+    """Wrap the end of ModelOpt's set-up, and ``LogitsKLLoss``."""
     stock_adjust = getattr(module, "adjust_distillation_model_for_mcore", None)
     loss_class = getattr(module, "LogitsKLLoss", None)
     if stock_adjust is None or loss_class is None:
@@ -53,14 +53,12 @@ def patch(module: Any) -> None:
         student, teacher = _deferred(predictions), _deferred(targets)
         if student is not None and teacher is not None and not args and not kwargs:
             known = divergence_of(self, loss_class, stock_forward)
-            if known is None:
-                why = "it is no longer a divergence that this package knows"
-            else:
-                why = _why_not_comparable(student, teacher)
-                if not why:
-                    loss = student.divergence(teacher, *known)
-                    # Whole on every rank, where ModelOpt's own is this rank's part of a sum.
-                    return self.post_forward(loss.t(), tp_reduce=False)
+            why = _why_not_comparable(student, teacher)
+            if known is not None and not why:
+                loss = student.divergence(teacher, *known)
+                # Whole on every rank, where ModelOpt's own is this rank's part of a sum.
+                return self.post_forward(loss.t(), tp_reduce=False)
+            why = why or "it is no longer a divergence that this package knows"
             say.once(student.call.layer.tp_group, f"{loss_class.__name__} takes real logits: {why}")
         predictions, targets = deferred_logits.real((predictions, targets))
         return stock_forward(self, predictions, targets, *args, **kwargs)
@@ -76,6 +74,7 @@ def _deferred(captured: Any) -> DeferredLogits | None:
 
 
 def _why_not_comparable(student: DeferredLogits, teacher: DeferredLogits) -> str:
+    """Why the divergence of two heads' logits needs real ones; empty if it does not."""
     if student.shape != teacher.shape:
         return (
             f"the student's would be {tuple(student.shape)} and the teacher's {tuple(teacher.shape)} on this "
@@ -137,15 +136,13 @@ def _why_not_joined(model: Any, loss_class: Any, stock_forward: Callable[..., An
 
 
 def divergence_of(loss: Any, loss_class: Any, stock_forward: Callable[..., Any]) -> tuple[str, float] | None:
-    """What ``LogitsKLLoss`` computes, by what it makes of numbers, so that it is known to do nothing else:
-    kind and temperature, as :func:`.op.fused_linear_distillation` has them.
+    """Kind and temperature of the divergence that ``LogitsKLLoss`` computes; None for another loss.
 
-    Tried at every call: a temperature may be a tensor, and what the loss does can be changed after the build.
+    By what it makes of numbers, at every call: a temperature may be a tensor, and the loss may be changed.
     """
-    methods = (getattr(loss, name, None) for name in ("forward", "pre_forward", "post_forward"))
-    if type(loss) is not loss_class or any(
-        getattr(method, "__module__", "") != loss_class.__module__ for method in methods
-    ):
+    methods = [getattr(loss, name, None) for name in ("forward", "pre_forward", "post_forward")]
+    modules = {type(loss).__module__, *(getattr(method, "__module__", "") for method in methods)}
+    if type(loss) is not loss_class or modules != {loss_class.__module__}:
         return None  # somebody's, who may do what few numbers do not show
     alone = copy.copy(loss)
     alone._config = SimpleNamespace(tensor_model_parallel_size=1, sequence_parallel=False)

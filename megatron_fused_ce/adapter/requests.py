@@ -1,8 +1,8 @@
 """What is asked of the output layer in the place of its logits: losses, log-probabilities, a divergence.
 
-The ``answer`` of a request runs as the layer's forward, inside ``nn.Module.__call__``: on the hidden states
-and the weight that the layer's hooks have gathered. What it returns passes through the hooks like Megatron's
-logits and bias; FSDP puts views in the place of tensors, which must be used then.
+The ``answer`` of a request runs as the layer's forward, inside ``nn.Module.__call__``, on the hidden states
+and the weight that the layer's hooks have gathered. What it returns goes through the hooks as logits and bias
+do. FSDP's put views in the place of tensors, so only what the call returns is used.
 """
 
 from __future__ import annotations
@@ -27,26 +27,28 @@ from megatron_fused_ce.rl import unrounded
 
 
 class Answer(NamedTuple):
-    """What a request's ``answer`` returns, in the place of logits and bias."""
+    """What the output layer returns for a request, in the place of logits and bias."""
 
     result: Tensor
     beside: Any = None
 
 
 class MaxAndIndices(NamedTuple):
-    """Largest logit of each token in this rank's part and its column, as ``Tensor.max(dim)`` gives them."""
+    """Each token's largest logit in this rank's part, and its column, named as in ``Tensor.max(dim)``."""
 
     values: Tensor  # [s, b]
     indices: Tensor
 
 
 class Request(Protocol):
+    """What :meth:`.LayerCall.ask` takes: one of the classes below."""
+
     def answer(self, layer: Any, hidden: Tensor, weight: Tensor) -> Answer: ...
 
 
 @dataclass(frozen=True, eq=False)
 class LossRequest:
-    """Losses ``[b, s]``; beside them :class:`MaxAndIndices` where Megatron counts what a head has right."""
+    """Losses ``[b, s]``; beside them :class:`MaxAndIndices`, where Megatron counts a head's right guesses."""
 
     config: FusedCEConfig
     labels: Tensor  # [b, s]
@@ -94,10 +96,10 @@ class LogProbsRequest:
 
 @dataclass(frozen=True, eq=False)
 class ZerosRequest:
-    """Losses ``[b, s]`` of label 0, for upstream gradients of 0 or NaN alone.
+    """Losses ``[b, s]`` of label 0 that get no upstream gradient but 0 or NaN.
 
-    They have no gradient. Added to them are the zeros of a head without active tokens, whose backward runs no
-    GEMM and gives zeros, or NaN for an upstream gradient of NaN.
+    They are computed without a gradient. Added to them are the zeros of a head without active tokens, whose
+    backward runs no GEMM and gives zeros, or NaN for NaN.
     """
 
     config: FusedCEConfig
@@ -115,7 +117,7 @@ class ZerosRequest:
 
 @dataclass(frozen=True)
 class TeacherRequest:
-    """The teacher's hidden states; beside them :class:`.Distillation`, what a student's call takes of it."""
+    """A teacher's hidden states; beside them what a student's :class:`DivergenceRequest` takes of it."""
 
     config: FusedCEConfig
     divergence: str
@@ -183,7 +185,7 @@ def _call(
 
 
 def _cut(call: Call, active: Tensor) -> Call:
-    """The same call for the tokens alone whose weight in ``active`` is not 0."""
+    """``call`` for those tokens alone whose weight in ``active`` ``[b, s]`` is not 0."""
     config = replace(call.config, skip_masked=True)
     return call._replace(token_weights=active, active_mask=True, config=config)
 
@@ -193,6 +195,7 @@ _heads: WeakKeyDictionary[Any, dict[str, Head]] = WeakKeyDictionary()
 
 
 def _head_of(layer: Any, loss: str = "") -> Head:
+    """The record by which calls of one layer and one loss belong together."""
     heads = _heads.setdefault(layer, {})
     if loss not in heads:
         tell = partial(say.in_each_replica, layer.tp_group)  # not the layer, which would keep it alive

@@ -29,6 +29,7 @@ def speaks(tp_group: Any) -> bool:
 
 
 def once(tp_group: Any, text: str) -> None:
+    """Write a line that has not been written before."""
     if text not in _said and speaks(tp_group):
         _said.add(text)
         line(text)

@@ -158,7 +158,7 @@ def _why_not_served(layer: Any, config: Any) -> str:
 
 
 def _why_not_served_now(layer: Any) -> str:
-    """Why the layer does more than multiply, as it is now: its attributes may change once the model is built."""
+    """Why the layer, as it is now, does more than multiply: its attributes may change after the build."""
     sums = layer.tp_group.size() > 1 and not layer.sequence_parallel and not layer.disable_grad_reduce
     if layer.bias is not None:
         return "its output layer has a bias"
