@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.abc
-import importlib.machinery
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from operator import attrgetter
 from types import ModuleType
 from typing import Any, NoReturn
@@ -150,12 +150,7 @@ def _refuse(reason: str) -> NoReturn:
 class _Finder(importlib.abc.MetaPathFinder):
     """Finds a target module with the other finders and adds the patch after its execution."""
 
-    def find_spec(
-        self,
-        fullname: str,
-        path: Sequence[str] | None,
-        target: ModuleType | None = None,
-    ) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
         if fullname not in TARGETS:
             return None
         for finder in sys.meta_path:
@@ -174,7 +169,7 @@ class _PatchingLoader(importlib.abc.Loader):
     def __init__(self, loader: importlib.abc.Loader) -> None:
         self._loader = loader
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
