@@ -132,7 +132,7 @@ class DeferredLogits:
         with self._grad_mode():
             _, given = teacher.call.ask(requests.TeacherRequest(teacher.config, kind))
         config, weights = self.config, self.call.token_weights
-        return self._ask(requests.DivergenceRequest(config, self._batch, given, temperature, weights)).result
+        return self._ask(requests.DivergenceRequest(config, self._batch, given, temperature, weights))[0]
 
     def log_probs(
         self,
@@ -342,7 +342,7 @@ class DeferredLogits:
             needs_grad = self._needs_grad and torch.is_grad_enabled()
             made = next((x for x in self._of_all if x.requires_grad >= needs_grad), None)
             if made is None:
-                made = self._ask(requests.ZerosRequest(self.config, self._batch)).result
+                made = self._ask(requests.ZerosRequest(self.config, self._batch))[0]
             return (0.0 * made.sum()).to(self.dtype)
 
     def __getitem__(self, index: Any) -> Any:

@@ -44,13 +44,19 @@ class LayerCall:
 
     def ask(self, request: Request) -> Answer:
         """The answer to a request, without logits."""
-        answer = self._run(fused_ce_answer=request.answer)
-        if not isinstance(answer, Answer):
+        asked = []
+
+        def answer(layer: Any, hidden: Tensor, weight: Tensor) -> Answer:
+            asked.append(layer)
+            return request.answer(layer, hidden, weight)
+
+        result, beside = self._run(fused_ce_answer=answer)
+        if not asked:
             raise RuntimeError(
                 "the fused head's own argument did not reach its forward: a hook of the output layer, or "
                 "something wrapped around it, drops arguments that it does not know"
             )
-        return answer
+        return result, beside
 
     def _run(self, **given: Any) -> Any:
         """Run the layer on the hidden states and the weight of the call, trained or frozen as it was.

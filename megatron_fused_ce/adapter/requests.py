@@ -25,12 +25,9 @@ from megatron_fused_ce.head.call import Call
 from megatron_fused_ce.head.promise import Head
 from megatron_fused_ce.rl import unrounded
 
-
-class Answer(NamedTuple):
-    """What the output layer returns for a request, in the place of logits and bias."""
-
-    result: Tensor
-    beside: Any = None
+#: What the output layer returns for a request, in the place of logits and bias: a result, and what was made
+#: beside it.
+Answer = tuple[Tensor, Any]
 
 
 class MaxAndIndices(NamedTuple):
@@ -59,10 +56,10 @@ class LossRequest:
         out = linear_cross_entropy(call._replace(with_argmax=layer.fused_ce_with_argmax and layer.training))
         report.evaluation_once(layer, hidden, out.plan, out.why_not_scaled_exp)
         if out.local_max is None or out.local_argmax is None:
-            return Answer(out.loss)
+            return out.loss, None
         in_sequence = self.labels.t().shape  # [s, b]
         found = MaxAndIndices(out.local_max.view(in_sequence), out.local_argmax.view(in_sequence))
-        return Answer(out.loss, found)
+        return out.loss, found
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +88,7 @@ class LogProbsRequest:
             call = _cut(call, self.active.float())
         out = linear_cross_entropy(call)
         report.evaluation_once(layer, hidden, out.plan, out.why_not_scaled_exp)
-        return Answer(out.loss.neg(), out.outputs.get("entropy"))
+        return out.loss.neg(), out.outputs.get("entropy")
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,7 +109,7 @@ class ZerosRequest:
         with torch.no_grad():
             losses = linear_cross_entropy(call).loss
         none = torch.zeros_like(losses)
-        return Answer(losses + linear_cross_entropy(_cut(call, none)).loss)
+        return losses + linear_cross_entropy(_cut(call, none)).loss, None
 
 
 @dataclass(frozen=True)
@@ -134,7 +131,7 @@ class TeacherRequest:
             sequence_parallel=layer.sequence_parallel,
             with_labels=False,
         )
-        return Answer(hidden, teacher)
+        return hidden, teacher
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,7 +153,7 @@ class DivergenceRequest:
         )
         out = linear_cross_entropy(call)
         report.divergence_once(layer, self.teacher.divergence, self.temperature, out.plan)
-        return Answer(out.loss)
+        return out.loss, None
 
 
 def _call(

@@ -24,7 +24,7 @@ from megatron_fused_ce import FusedCEConfig
 from megatron_fused_ce.adapter import arguments, say, switch
 from megatron_fused_ce.adapter.deferred_logits import DeferredLogits
 from megatron_fused_ce.adapter.main_grad import open_grad_weight_for
-from megatron_fused_ce.adapter.requests import Answer, LossRequest, MaxAndIndices
+from megatron_fused_ce.adapter.requests import LossRequest, MaxAndIndices
 from megatron_fused_ce.adapter.token_weights import TokenWeights
 from megatron_fused_ce.head.grad_weight import InPlaceGradWeight, ReturnedGradWeight, kind_of
 
@@ -52,7 +52,7 @@ class KnownCall:
         assert isinstance(request, LossRequest)
         self.asked.append(request)
         top = (self.real * request.config.logit_scale).max(-1)
-        return Answer(torch.zeros(2, 4), MaxAndIndices(top.values, top.indices))
+        return torch.zeros(2, 4), MaxAndIndices(top.values, top.indices)
 
     def deferred(self, **options):
         return DeferredLogits(self, self.real.shape, **options)
@@ -216,7 +216,7 @@ def test_a_loss_of_logits_made_without_gradients_has_none(deferred):
 
     def ask(request):
         made.append(torch.is_grad_enabled())
-        return Answer(weight.sum())
+        return weight.sum(), None
 
     deferred.call.ask = ask
     without = deferred.call.deferred(needs_grad=False)
@@ -270,7 +270,7 @@ def test_log_probs_of_what_is_remembered(gathered, use, scale, positions, dtype)
         seen.append((request.config.logit_scale, request.labels))
         assert request.active is None
         entropy = None if request.entropy == "none" else torch.arange(8.0, 16.0).view(2, 4)
-        return Answer(torch.arange(8.0).view(2, 4), entropy)
+        return torch.arange(8.0).view(2, 4), entropy
 
     gathered.call.ask = ask
     left = use(gathered)
@@ -294,7 +294,7 @@ def test_a_batch_of_one_can_be_squeezed(deferred):
     """Of this rank's part too, for a caller who takes that; then rows are no positions any more."""
     deferred.call.real = deferred.call.real[:, :1]
     one = deferred.call.deferred(for_caller=True)
-    deferred.call.ask = lambda _: Answer(torch.arange(4.0).view(1, 4))
+    deferred.call.ask = lambda _: (torch.arange(4.0).view(1, 4), None)
     rows = (one.transpose(0, 1).squeeze(0) / 2).contiguous()
     assert rows.shape == (4, 6) and rows.size(-1) == 6
     made, _ = rows.log_probs(torch.arange(4))
@@ -335,7 +335,7 @@ def test_samples_are_computed_alone(gathered):
 
     def ask(request):
         seen.append((request.labels, request.active))
-        return Answer(request.labels.float())
+        return request.labels.float(), None
 
     gathered.call.ask = ask
     tokens = torch.tensor([7, 8, 9])
@@ -363,7 +363,7 @@ def test_zero_times_the_sum_needs_no_logits(gathered):
     weight, nan = torch.ones((), requires_grad=True), torch.tensor(1.0)
 
     def ask(request):  # for zeros, or for log-probabilities
-        return Answer((torch.ones(2, 4) * weight).where(torch.arange(4) > 0, nan))
+        return (torch.ones(2, 4) * weight).where(torch.arange(4) > 0, nan), None
 
     gathered.call.ask = ask
     for zero in (0, 0.0, -0.0):
@@ -752,7 +752,7 @@ def test_flags_for_experts_stand_in_a_group_of_their_own():
         "--fused-ce-debug-checks",
         "--fused-ce-trust",
     }
-    assert len(common) == 12 and {"--fused-chunked-ce", "--fused-ce-strategy"} < common
+    assert len(common) == 11 and {"--fused-chunked-ce", "--fused-ce-strategy"} < common
     page = (ROOT / "docs" / "options.md").read_text().split("## Strategies")[0]
     everyday, experts = page.split("more flags are for comparisons")
     for names, text in ((common, everyday), (advanced, experts)):
