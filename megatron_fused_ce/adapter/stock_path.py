@@ -1,7 +1,7 @@
 """Which heads and calls stay with Megatron's own output layer: the one place that decides.
 
 Asked once when a model is built (:func:`reason_at_build`) and at every call of its head
-(:func:`reason_at_call`). Both return the reason in words, those of launch arguments from :mod:`..reasons`, or
+(:func:`reason_at_call`). Both return the reason in words, those of launch arguments from :mod:`.reasons`, or
 an empty string for a head that is fused. A reason is logged once; nothing falls back silently.
 """
 

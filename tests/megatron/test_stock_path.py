@@ -125,6 +125,8 @@ def at_build(where, name, value, joined=False):
         ("config", "config_logger_dir", "folder", "config logger"),
         ("arguments", "logits_save_dir", "folder", "--logits-save-dir"),
         ("arguments", "logits_load_dir", "folder", "--logits-load-dir"),
+        ("arguments", "save_activations_interval", 10, "--save-activations-interval"),
+        ("arguments", "save_dgrads_interval", 10, "--save-dgrads-interval"),
         ("arguments", "modelopt_enabled", True, "ModelOpt"),
         ("arguments", "export_kd_teacher_load", "folder", "--export-kd-teacher-load"),
     ],
