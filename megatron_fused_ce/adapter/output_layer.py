@@ -34,9 +34,9 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
     fused_ce_config: FusedCEConfig
     fused_ce_sequence_parallel: bool
     fused_ce_with_argmax: bool
-    fused_ce_model: str  # name of its class
-    fused_ce_held: forms.Held  # what its loss was when the model was built
-    fused_ce_joined = False  # a student's with its teacher's, by ModelOpt (adapter/modelopt.py)
+    fused_ce_model: str  # the name of the model's class
+    fused_ce_held: forms.Held  # Megatron's functions as they were when the model was built
+    fused_ce_joined = False  # ModelOpt has joined a student's and its teacher's (adapter/modelopt.py)
 
     @staticmethod
     def adopt(layer: Any, config: FusedCEConfig, with_argmax: bool, model: str, held: forms.Held) -> None:
@@ -61,8 +61,8 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
         labels: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Deferred logits and None, as stock's logits and bias; the loss ``[b, s]`` of ``labels`` ``[b, s]``
-        with ``output_cross_entropy_loss``, an argument of LinearCrossEntropyModule's."""
+        """Deferred logits and None, where the stock layer returns logits and bias; losses ``[b, s]`` of
+        ``labels`` ``[b, s]`` with ``output_cross_entropy_loss``, which LinearCrossEntropyModule takes."""
         gathers = bool(self.gather_output if runtime_gather_output is None else runtime_gather_output)
         frame = None if torch.compiler.is_compiling() else sys._getframe(1)
         config, softcap = self.fused_ce_config, 0.0
@@ -107,12 +107,12 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
 
     @property
     def stock_forward(self) -> Any:
-        """``forward`` of the class that this one was before it was adopted."""
+        """What ``forward`` was before the layer was adopted."""
         return super().forward
 
     @property
     def stock_call(self) -> Any:
-        """What a call of the layer ran before it was adopted."""
+        """What a call of the layer was before it was adopted."""
         return super().__call__
 
     def forward(
@@ -131,7 +131,7 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
 
 @cache
 def _adopting(kind: Any) -> Any:
-    """The class above over ``kind``, with the name and methods of that one."""
+    """:class:`ColumnParallelLinear` over ``kind``, a stock layer's class, whose name and methods it keeps."""
     if issubclass(ColumnParallelLinear, kind):
         return ColumnParallelLinear
     return type(kind.__name__, (ColumnParallelLinear, kind), {})
@@ -158,7 +158,7 @@ SOFTCAPS = {
 
 
 def softcap_around(layer: Any, config: FusedCEConfig) -> tuple[float, str]:
-    """The cap of a known forward around the layer's own, 0 for none; and why it cannot be served, or ""."""
+    """The cap of a known forward around the layer's own, 0 for none; and why another one is not served."""
     forward, of_class = layer.forward, MethodType(type(layer).forward, layer)
     if getattr(forward, "__func__", None) in (of_class.__func__, _answers_first):
         if of_class.__func__ is ColumnParallelLinear.forward:
@@ -170,9 +170,9 @@ def softcap_around(layer: Any, config: FusedCEConfig) -> tuple[float, str]:
 
 
 def _cap_of(forward: Any) -> float | None:
-    """The cap of a known forward, 0 for none; None for another forward.
+    """The cap of a forward in :data:`SOFTCAPS`, 0 for none; None for another forward.
 
-    By its name, and by what it makes of numbers, so that it is known to do nothing else.
+    What it makes of numbers is compared, so that it is known to do nothing else.
     """
     attribute = SOFTCAPS.get((getattr(forward, "__module__", ""), getattr(forward, "__qualname__", "")))
     if attribute is None:
@@ -186,6 +186,6 @@ def _cap_of(forward: Any) -> float | None:
 
 
 def _answers_first(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """``forward`` of a layer with another one around its own: that would softcap answers, too."""
+    """``forward`` of a layer whose class softcaps what its own returns: answers go past the softcap."""
     kind = type(self) if kwargs.get("fused_ce_answer") is None else ColumnParallelLinear
     return kind.forward(self, *args, **kwargs)
