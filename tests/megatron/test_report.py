@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_fused_ce import FusedCEConfig
-from megatron_fused_ce.adapter import report, switch
+from megatron_fused_ce.adapter import report, say, switch
 from megatron_fused_ce.planner.choose import Plan, plan
 from megatron_fused_ce.planner.chunks import Cut
 from megatron_fused_ce.planner.memory import PlanInputs
@@ -68,7 +68,7 @@ def said(monkeypatch):
     """Lines of the report, by a process whose first rank speaks."""
     pytest.importorskip("megatron.core")
     lines = []
-    monkeypatch.setattr(report, "say", lines.append)
+    monkeypatch.setattr(say, "line", lines.append)
     monkeypatch.setattr(report, "_tells_totals", True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     return lines
