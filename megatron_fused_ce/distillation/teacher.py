@@ -12,7 +12,6 @@ from torch import Tensor
 from megatron_fused_ce.config import FP32_LIMIT, FusedCEConfig
 from megatron_fused_ce.distillation.rows import Divergence, Teacher, divergence_rows
 from megatron_fused_ce.head.call import Call, OtherTargets, in_autocast_dtype
-from megatron_fused_ce.head.spec import Spec
 from megatron_fused_ce.head.targets import in_token_order
 from megatron_fused_ce.head.validation import DTYPES
 from megatron_fused_ce.kernels.records import DIVERGENCES
@@ -126,14 +125,13 @@ class Distillation(OtherTargets):
             with_labels=self.with_labels,
         )
 
-    def in_order(self, labels: Tensor, num_rows: int, config: FusedCEConfig, spec: Spec) -> Teacher:
+    def in_order(self, call: Call, comm: VocabParallel, vocab_start: int, read_again: bool) -> Teacher:
         """Collectives: one all-gather of ``[T, H_t]``, where the teacher's tokens are split over the ranks
         and the student's are not.
         """
-        comm, weights = spec.comm, self.label_weights
+        labels, weights = call.labels, self.label_weights
         if isinstance(weights, Tensor):
             given, weights = weights, in_token_order(weights.detach().float(), labels, comm.num_parts)
-            read_again = spec.needs_grad and spec.remakes  # else what they make is saved
             if read_again and weights.data_ptr() == given.data_ptr():
                 weights = weights.clone()  # whose caller may refill its buffer before the backward
         elif weights is not None:
@@ -147,7 +145,7 @@ class Distillation(OtherTargets):
             gathering.wait()
         elif comm.sequence_parallel and not self.sequence_parallel:
             flat = flat.view(comm.num_parts, -1, flat.shape[-1])
-        return Teacher(flat, self.weight.detach()[:num_rows], weights)
+        return Teacher(flat, self.weight.detach()[: call.weight.shape[0]], weights)
 
     def check(self, call: Call, num_ranks: int) -> None:
         hidden, labels, config = call.hidden, call.labels, call.config

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,9 +23,6 @@ from megatron_fused_ce.losses.label import CROSS_ENTROPY
 from megatron_fused_ce.losses.terms import Term
 from megatron_fused_ce.ranks.collectives import VocabParallel
 
-if TYPE_CHECKING:
-    from megatron_fused_ce.head.spec import Spec
-
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -35,7 +32,7 @@ DEFAULT_CONFIG = FusedCEConfig()
 class OtherTargets:
     """What tokens are compared with beside one label each. This one: nothing.
 
-    A subclass is a frozen dataclass: :class:`.SeveralLabels`, :class:`.Distillation`.
+    A subclass is a frozen dataclass, such as :class:`.SeveralLabels`.
     """
 
     #: the loss in the place of a label's
@@ -98,9 +95,9 @@ class OtherTargets:
         return base
 
     def in_order(
-        self, labels: Tensor, num_rows: int, config: FusedCEConfig, spec: Spec
+        self, call: Call, comm: VocabParallel, vocab_start: int, read_again: bool
     ) -> OrderedTargets | None:
-        """In the order of the hidden states; ``num_rows``: of the weight."""
+        """In the order of the hidden states; ``read_again``: by a backward, which needs its own memory."""
         return None
 
 

@@ -13,7 +13,6 @@ from megatron_fused_ce.config import FusedCEConfig, changed
 from megatron_fused_ce.head.autograd import linear_cross_entropy
 from megatron_fused_ce.head.call import DEFAULT_CONFIG, Call, OtherTargets, takes_config
 from megatron_fused_ce.head.results import labels_first
-from megatron_fused_ce.head.spec import Spec
 from megatron_fused_ce.head.targets import columns_of
 from megatron_fused_ce.logits import LogitsBackend
 from megatron_fused_ce.logits.gemm_rows import GemmThenRows
@@ -22,7 +21,7 @@ from megatron_fused_ce.losses.label import CROSS_ENTROPY, SoftTargets
 from megatron_fused_ce.losses.statistics import EMPTY, NO_COLUMN
 from megatron_fused_ce.losses.terms import Term
 from megatron_fused_ce.ops.arguments import temperature_of
-from megatron_fused_ce.ranks.collectives import raise_if_any
+from megatron_fused_ce.ranks.collectives import VocabParallel, raise_if_any
 
 #: Labels of a token, at most: their places are written as int16.
 MOST_LABELS = 2**15
@@ -104,16 +103,16 @@ class SeveralLabels(OtherTargets):
         assert isinstance(base, GemmThenRows)
         return LabelSetRows(**vars(base))
 
-    def in_order(self, labels: Tensor, num_rows: int, config: FusedCEConfig, spec: Spec) -> LabelSet:
+    def in_order(self, call: Call, comm: VocabParallel, vocab_start: int, read_again: bool) -> LabelSet:
         """Collectives: those of :func:`.parallel.raise_if_any`, of a teacher with ``config.debug_checks``."""
-        ids, log_probs, comm = self.ids, self.log_probs, spec.comm
+        ids, log_probs, config = self.ids, self.log_probs, call.config
         if config.debug_checks and log_probs is not None:
             wrong = ((ids >= 0) & (log_probs > 0)).any()
             words = "teacher_log_probs are above 0: expected logarithms of probabilities"
             raise_if_any(wrong, words, comm.group)
         ids = labels_first(ids.to(torch.int64), comm.num_parts)
-        columns = columns_of(ids, spec, config)
-        here = (columns >= 0) & (columns < num_rows)
+        columns = columns_of(ids, config, comm, vocab_start)
+        here = (columns >= 0) & (columns < call.weight.shape[0])
         columns = torch.where(here, columns, NO_COLUMN).masked_fill_(ids == EMPTY, EMPTY).to(torch.int32)
         if log_probs is None:
             return LabelSet(columns, None)

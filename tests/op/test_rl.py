@@ -106,7 +106,9 @@ def test_an_upstream_gradient_outside_the_active_mask_raises(name, device):
     active = torch.ones_like(inputs.labels, dtype=torch.bool)
     active[1, 3:5] = False
     made = token_log_probs(hidden, weight, inputs.labels, entropy="differentiable", active_mask=active)
-    words = r"^2 tokens were left out \(outside active_mask.* Multiply the loss and its entropy term by the mask"
+    words = (
+        r"^2 tokens were left out \(outside active_mask.* Multiply the loss and its entropy term by the mask"
+    )
     with pytest.raises(RuntimeError, match=words):
         getattr(made, name).sum().backward(retain_graph=True)
     assert hidden.grad is None and weight.grad is None
