@@ -7,8 +7,9 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_fused_ce.adapter import forms
 from megatron_fused_ce.cli.command_line import BILLION, number, whole
@@ -26,13 +27,8 @@ FLAG = "--fused-chunked-ce"
 PREFIX = "--fused-ce-"
 
 
-_at_least_one = whole()
-_zero_or_more = number()
-_above_zero = number(above=True)
-
-
 def _share(text: str) -> float:
-    value = _zero_or_more(text)
+    value = number()(text)
     if value >= 1:
         raise argparse.ArgumentTypeError(f"expected a number of 0 or more and below 1, got {text!r}")
     return value
@@ -46,148 +42,107 @@ def _digest(text: str) -> str:
     return text
 
 
+class Option(NamedTuple):
+    """A flag: a field of :class:`FusedCEConfig`, whose default it has, or a name beside those."""
+
+    name: str
+    how: dict[str, Any]  # of add_argument
+    help: str
+
+
+_COMMON = (
+    Option("strategy", {"choices": STRATEGY_CHOICES},
+        "store: keep the logits in bf16 (or fp16, fp32) for the backward; grad_in_forward: compute the "
+        "gradients in the forward, and again for a loss that is no scalar times sum(losses * loss_mask); "
+        "recompute: compute the logits again in the backward, within a small budget; auto (default): the "
+        "fastest that fits the memory budget"),
+    Option("memory_mb", {"type": whole(), "metavar": "M"},
+        "memory budget of the head in MiB, beside its inputs and gradients "
+        "(default: what grad_in_forward needs)"),
+)  # fmt: skip
+_CHUNKING = (
+    Option("num_chunks", {"type": whole(), "metavar": "N"},
+        "split the tokens of a micro-batch into N equal chunks (default: chosen by a planner; "
+        "python -m megatron_fused_ce plan-head shows its choice)"),
+    Option("chunk_tokens", {"type": whole(), "metavar": "C"},
+        "or into chunks of C tokens, counted over the tensor-parallel group"),
+)  # fmt: skip
+_OF_LOSS = (
+    Option("label_smoothing", {"type": _share, "metavar": "A"},
+        "label smoothing over the whole vocabulary, for any tensor-parallel size"),
+    Option("z_loss", {"type": number(), "metavar": "Z"},
+        "add Z * logsumexp(logits)**2 to the loss of each token"),
+    Option("logit_softcap", {"type": number(above=True), "metavar": "CAP"},
+        "replace the logits by CAP * tanh(logits / CAP), as in Gemma 2"),
+    Option("ignore_index", {"type": whole(-BILLION), "metavar": "ID"},
+        "label of tokens with loss 0 and no gradient (PyTorch's default is -100; here: none)"),
+    Option("mask_padded_vocab", {"action": "store_true"},
+        "leave the padding of the vocabulary out of the softmax (stock Megatron includes it)"),
+    Option("skip_masked", {"action": "store_true"}, "skip the GEMMs of tokens whose loss_mask is 0"),
+)  # fmt: skip
+_ADVANCED = (
+    Option("merge", {"choices": MERGE_CHOICES},
+        "collectives that combine the tokens' statistics over tensor-parallel ranks: packed: one "
+        "all-gather; all_reduce: a MAX and a SUM all-reduce; auto (default): packed"),
+    Option("label_smoothing_form", {"choices": SMOOTHING_FORM_CHOICES},
+        "how much label smoothing A spreads over the K classes: megatron (default): A * K / (K - 1); "
+        "pytorch: A"),
+    Option("logit_precision", {"choices": LOGIT_PRECISION_CHOICES},
+        "activations: round the logits to the activations' dtype, as Megatron's output layer does; "
+        "fp32: do not, as with --output-logit-dtype fp32; auto (default): fp32 with the scaled-exp GEMM "
+        "(--fused-ce-logits-backend), rounded elsewhere"),
+    Option("logits_backend", {"choices": LOGITS_BACKEND_CHOICES},
+        "scaled_exp: exponentiate in the GEMM's epilogue (bf16, Hopper and newer); gemm_rows: a plain "
+        "GEMM, then row kernels; auto (default): scaled_exp on compute capability 9.0, where it was "
+        "measured"),
+    Option("debug_checks", {"action": "store_true"},
+        "compare shapes, options and the numbers of labels, token weights and temperatures over the "
+        "tensor-parallel ranks on every call, not only shapes and options on the first"),
+    Option("trust", {"type": _digest, "nargs": "+", "metavar": "DIGEST"},
+        "stand in for functions that are not known, with these digests, which the log names: the head "
+        "computes what Megatron's own do"),
+)  # fmt: skip
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the flags to Megatron's parser (or any other): a group for users, one for experts."""
-    _add_common(
-        parser.add_argument_group(
-            title="fused chunked cross-entropy",
-            description="megatron_fused_ce: output layer and loss in one, chunk by chunk",
-        )
+    common = parser.add_argument_group(
+        title="fused chunked cross-entropy",
+        description="megatron_fused_ce: output layer and loss in one, chunk by chunk",
     )
-    _add_advanced(
-        parser.add_argument_group(
-            title="fused chunked cross-entropy, advanced",
-            description="for comparisons and debugging; the defaults are right for training",
-        )
-    )
-    return parser
-
-
-def _add_common(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
+    common.add_argument(
         FLAG,
         action="store_true",
         help="compute output layer and loss together: at most one copy of the logits in memory, one chunk of "
         "them where memory asks for it",
     )
-    group.add_argument(
-        "--fused-ce-strategy",
-        choices=STRATEGY_CHOICES,
-        default="auto",
-        help="store: keep the logits in bf16 (or fp16, fp32) for the backward; grad_in_forward: compute the "
-        "gradients in the forward, and again for a loss that is no scalar times sum(losses * loss_mask); "
-        "recompute: compute the logits again in the backward, within a small budget; auto (default): the "
-        "fastest that fits the memory budget",
+    advanced = parser.add_argument_group(
+        title="fused chunked cross-entropy, advanced",
+        description="for comparisons and debugging; the defaults are right for training",
     )
-    group.add_argument(
-        "--fused-ce-memory-mb",
-        type=_at_least_one,
-        default=None,
-        metavar="M",
-        help="memory budget of the head in MiB, beside its inputs and gradients "
-        "(default: what grad_in_forward needs)",
-    )
-    chunking = group.add_mutually_exclusive_group()
-    chunking.add_argument(
-        "--fused-ce-num-chunks",
-        type=_at_least_one,
-        default=None,
-        metavar="N",
-        help="split the tokens of a micro-batch into N equal chunks (default: chosen by a planner; "
-        "python -m megatron_fused_ce plan-head shows its choice)",
-    )
-    chunking.add_argument(
-        "--fused-ce-chunk-tokens",
-        type=_at_least_one,
-        default=None,
-        metavar="C",
-        help="or into chunks of C tokens, counted over the tensor-parallel group",
-    )
-    group.add_argument(
-        "--fused-ce-label-smoothing",
-        type=_share,
-        default=0.0,
-        metavar="A",
-        help="label smoothing over the whole vocabulary, for any tensor-parallel size",
-    )
-    group.add_argument(
-        "--fused-ce-z-loss",
-        type=_zero_or_more,
-        default=0.0,
-        metavar="Z",
-        help="add Z * logsumexp(logits)**2 to the loss of each token",
-    )
-    group.add_argument(
-        "--fused-ce-logit-softcap",
-        type=_above_zero,
-        default=None,
-        metavar="CAP",
-        help="replace the logits by CAP * tanh(logits / CAP), as in Gemma 2",
-    )
-    group.add_argument(
-        "--fused-ce-ignore-index",
-        type=whole(-BILLION),
-        default=None,
-        metavar="ID",
-        help="label of tokens with loss 0 and no gradient (PyTorch's default is -100; here: none)",
-    )
-    group.add_argument(
-        "--fused-ce-mask-padded-vocab",
-        action="store_true",
-        help="leave the padding of the vocabulary out of the softmax (stock Megatron includes it)",
-    )
-    group.add_argument(
-        "--fused-ce-skip-masked",
-        action="store_true",
-        help="skip the GEMMs of tokens whose loss_mask is 0",
-    )
+    defaults = vars(FusedCEConfig())
+    for group, options in (
+        (common, _COMMON),
+        (common.add_mutually_exclusive_group(), _CHUNKING),
+        (common, _OF_LOSS),
+        (advanced, _ADVANCED),
+    ):
+        for name, how, words in options:
+            default = defaults.get(name, False if "action" in how else None)
+            flag = PREFIX + name.replace("_", "-")
+            group.add_argument(flag, default=default, help=words, **how)
+    return parser
 
 
-def _add_advanced(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--fused-ce-merge",
-        choices=MERGE_CHOICES,
-        default="auto",
-        help="collectives that combine the tokens' statistics over tensor-parallel ranks: packed: one "
-        "all-gather; all_reduce: a MAX and a SUM all-reduce; auto (default): packed",
-    )
-    group.add_argument(
-        "--fused-ce-label-smoothing-form",
-        choices=SMOOTHING_FORM_CHOICES,
-        default="megatron",
-        help="how much label smoothing A spreads over the K classes: megatron (default): A * K / (K - 1); "
-        "pytorch: A",
-    )
-    group.add_argument(
-        "--fused-ce-logit-precision",
-        choices=LOGIT_PRECISION_CHOICES,
-        default="auto",
-        help="activations: round the logits to the activations' dtype, as Megatron's output layer does; "
-        "fp32: do not, as with --output-logit-dtype fp32; auto (default): fp32 with the scaled-exp GEMM "
-        "(--fused-ce-logits-backend), rounded elsewhere",
-    )
-    group.add_argument(
-        "--fused-ce-logits-backend",
-        choices=LOGITS_BACKEND_CHOICES,
-        default="auto",
-        help="scaled_exp: exponentiate in the GEMM's epilogue (bf16, Hopper and newer); gemm_rows: a plain "
-        "GEMM, then row kernels; auto (default): scaled_exp on compute capability 9.0, where it was measured",
-    )
-    group.add_argument(
-        "--fused-ce-debug-checks",
-        action="store_true",
-        help="compare shapes, options and the numbers of labels, token weights and temperatures over the "
-        "tensor-parallel ranks on every call, not only shapes and options on the first",
-    )
-    group.add_argument(
-        "--fused-ce-trust",
-        type=_digest,
-        nargs="+",
-        default=None,
-        metavar="DIGEST",
-        help="stand in for functions that are not known, with these digests, which the log names: the head "
-        "computes what Megatron's own do",
-    )
+def patch(module: Any) -> None:
+    """Wrap ``add_megatron_arguments``: every version looks it up in its module when it parses."""
+    stock = module.add_megatron_arguments
+
+    @wraps(stock)
+    def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        return refuse_options_without_flag(add_arguments(stock(parser)))
+
+    module.add_megatron_arguments = add_megatron_arguments
 
 
 def refuse_options_without_flag(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

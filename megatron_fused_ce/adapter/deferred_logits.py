@@ -4,9 +4,9 @@ Megatron's models call the output layer, perhaps scale the result, and only then
 with multi-token prediction the labels are rolled in between. The layer therefore returns a
 :class:`DeferredLogits`. The loss evaluates it fused; any other use turns it into real logits.
 
-Only for callers that are known (:mod:`.consumer`): all others get Megatron's own logits. Without labels
+Only for callers that are known (:mod:`.caller`): all others get Megatron's own logits. Without labels
 Megatron transposes the logits and returns them. They stay deferred only where their caller is known to need
-log-probabilities (:func:`returned_to_caller`, :func:`.switch.enable`), and remember transpose, slice of
+log-probabilities (:func:`.returned_to_caller`, :func:`.switch.enable`), and remember transpose, slice of
 positions, dtype and scale until its log-softmax evaluates them.
 """
 
@@ -14,121 +14,60 @@ from __future__ import annotations
 
 import copy
 import operator
-import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_fused_ce.adapter import switch
+from megatron_fused_ce.adapter import requests
+from megatron_fused_ce.adapter.layer_call import LayerCall
+from megatron_fused_ce.adapter.requests import MaxAndIndices
 from megatron_fused_ce.adapter.switch import counters
 from megatron_fused_ce.adapter.token_weights import TokenWeights
+from megatron_fused_ce.config import FusedCEConfig
 
-if TYPE_CHECKING:  # which imports this module, and megatron
-    from megatron_fused_ce.adapter.output_layer import ColumnParallelLinear
-
-
-class _Caller(threading.local):
-    """State of the model's caller, in this thread."""
-
-    why_logits = "the caller gathers the logits (runtime_gather_output)"
-
-
-_caller = _Caller()
-
-
-@contextmanager
-def returned_to_caller(why_not: str = "") -> Iterator[None]:
-    """Context in which a model called for gathered logits returns deferred ones, for ``log_probs``.
-
-    Args:
-        why_not: a reason for it to return real ones.
-    """
-    before, _caller.why_logits = _caller.why_logits, why_not
-    try:
-        yield
-    finally:
-        _caller.why_logits = before
-
-
-def why_caller_needs_logits() -> str:
-    """Why the model must return gathered logits as real ones; empty within :func:`returned_to_caller`."""
-    return _caller.why_logits
-
-
-def for_caller(weight: Any) -> bool:
-    """Whether logits of a rank's part stay deferred when the model returns them."""
-    return switch.returns_deferred_logits() and not is_fsdp(weight)
-
-
-def is_fsdp(parameter: Any) -> bool:
-    """FSDP2's and Megatron-FSDP's are freed when the model's call ends: nothing can be evaluated then."""
-    return hasattr(parameter, "placements") or hasattr(parameter, "__fsdp_param__")
-
-
-class LossAndArgmax(NamedTuple):
-    """A fused evaluation: loss ``[b, s]`` and, if requested, this shard's maximum ``[s, b]``."""
-
-    loss: Tensor
-    local_max: Tensor | None
-    local_argmax: Tensor | None
-
-
-class MaxAndIndices(NamedTuple):
-    """The shape of ``Tensor.max(dim)``'s result."""
-
-    values: Tensor
-    indices: Tensor
+#: Attributes of the sum or mean of all logits.
+_OF_TOTAL = {"shape": torch.Size(()), "for_caller": False, "_is_total": True}
 
 
 class DeferredLogits:
-    """Logits ``[s, b, V]`` of one head use that have not been computed.
+    """Logits ``[s, b, V]`` that have not been computed.
 
-    Reading ``shape``, ``dtype``, ``device`` costs nothing; multiplying or dividing by a number is remembered;
-    after a fused loss the maximum over the last dimension comes from that evaluation. Of logits for the
-    caller ``transpose(0, 1)``, ``contiguous()``, a slice of positions (then ``[b, s, V]``), ``squeeze(0)``
-    and ``float()`` are remembered too, and ``sum()`` and ``mean()``: frameworks add 0 times one to their
-    loss, so that every rank has a backward (:meth:`_zero`). Everything else materialises the logits through
-    Megatron's own layer, once, and counts it. From then on the real ones are used for everything, since any
-    of them may share memory with others and be changed in place: they are those of the run without the flag,
-    step by step.
+    Reading ``shape``, ``dtype``, ``device`` costs nothing. Remembered are a product with a number and, of
+    logits for the caller, ``transpose(0, 1)``, ``contiguous()``, ``float()``, ``squeeze(0)``, a slice of
+    positions (then ``[b, s, V]``), ``sum()`` and ``mean()``. After a loss the maximum over the last dimension
+    comes from its evaluation. Everything else makes the logits real, once, by Megatron's own layer, and
+    counts it. From then on real ones are used for everything, since any of them may share memory with others
+    and be changed in place.
 
     Args:
-        shape: of the requested logits; ``V`` is this rank's part, or the whole vocabulary if ``gathered``.
-        gathered: the caller requested the whole vocabulary on every tensor-parallel rank.
+        call: makes the logits, or a loss without them.
+        shape: of the requested logits; ``V`` is this rank's part, or the whole vocabulary if gathered.
         dtype: of the logits; None for the hidden states'.
         for_caller: stay deferred when the model returns them; gathered ones always do.
         needs_grad: real logits would carry a gradient.
-        at_call: what the head must know of its call.
     """
 
     def __init__(
         self,
-        head: ColumnParallelLinear,
-        hidden: Tensor,
-        weight: Tensor | None,
+        call: LayerCall,
         shape: torch.Size,
-        gathered: bool = False,
         dtype: torch.dtype | None = None,
         for_caller: bool = False,
-        needs_grad: bool | None = None,
-        at_call: Any = None,
+        needs_grad: bool = True,
     ) -> None:
-        self.head = head
-        self.hidden = hidden
-        self.weight = weight
+        self.call = call
         self.shape = shape
-        self.gathered = gathered
-        self.for_caller = gathered or for_caller
-        self.dtype = dtype or hidden.dtype
+        self.dtype = dtype or call.hidden.dtype
+        self.for_caller = call.gathered or for_caller
         #: Product of all factors so far: MuP's output multiplier, 1 / temperature.
         self.logit_scale = 1.0
         self._batch_first = False
         self._squeezed = False  # of a batch of one, [s, V]
-        self._num_positions = shape[0]
+        self._batch = (shape[1], shape[0])  # (b, s) of the call
         self._positions = range(shape[0])  # positions that are left after slicing
         #: what these were made of, and how; None for the layer's own, and once these are real
         self._made_by: tuple[DeferredLogits, Callable[[Any], Any]] | None = None
@@ -137,9 +76,8 @@ class DeferredLogits:
         #: of that call: log-probabilities of an evaluation that left no token out
         self._of_all: list[Tensor] = []
         self._is_total = False  # the sum or mean of all
-        self.at_call = at_call
-        self._needs_grad = torch.is_grad_enabled() if needs_grad is None else needs_grad
-        self._evaluated: LossAndArgmax | None = None
+        self._needs_grad = needs_grad
+        self._top: MaxAndIndices | None = None  # of a loss
         self._real: Tensor | None = None
 
     def _after(self, step: Callable[[Any], Any], **changed: Any) -> Any:
@@ -151,7 +89,7 @@ class DeferredLogits:
         after = copy.copy(self)
         vars(after).update(changed)
         after._made_by = self, step
-        after._evaluated = None
+        after._top = None
         self._family.append(weakref.ref(after))
         return after
 
@@ -161,25 +99,40 @@ class DeferredLogits:
         return self._real is not None
 
     def _grad_mode(self) -> torch.set_grad_enabled:
-        """In which a loss has a gradient where that of real logits would: not if they were made without."""
+        """Grad mode in which a loss has a gradient where that of real logits would have one."""
         return torch.set_grad_enabled(self._needs_grad and torch.is_grad_enabled())
 
-    def loss(self, labels: Tensor, token_weights: TokenWeights) -> Tensor:
-        """Per-token loss ``[b, s]`` for labels ``[b, s]``, with a gradient as from real logits."""
+    @property
+    def config(self) -> FusedCEConfig:
+        """The call's config, with the scale that the logits have got since.
+
+        A softcap around the layer comes before the scale, the config's own after it:
+        ``s * cap * tanh(z / cap)`` is the softcap ``s * cap`` of ``s * z``.
+        """
+        config, scale = self.call.config, self.logit_scale
+        if self.call.softcap:
+            config = replace(config, logit_softcap=self.call.softcap * abs(scale))
+        return config if scale == config.logit_scale else replace(config, logit_scale=scale)
+
+    def _ask(self, request: requests.Request) -> requests.Answer:
+        """The answer to a request: an evaluation without logits, with a gradient as from real ones."""
         with self._grad_mode():
-            self._evaluated = self.head.fused_loss(self, labels, token_weights)
+            answer = self.call.ask(request)
         counters().fused += 1
-        return self._evaluated.loss
+        return answer
+
+    def loss(self, labels: Tensor, token_weights: TokenWeights) -> Tensor:
+        """Losses ``[b, s]`` of labels ``[b, s]``."""
+        loss, self._top = self._ask(requests.LossRequest(self.config, labels, token_weights))
+        return loss
 
     def divergence(self, teacher: DeferredLogits, kind: str, temperature: float) -> Tensor:
-        """From the softmax of ``teacher``, another model's for the same tokens: fp32 ``[b, s]``.
-
-        Whole on every rank, with a gradient as from real logits.
-        """
+        """Divergences fp32 ``[b, s]`` from the softmax of ``teacher``, another model's logits for the same
+        tokens; whole on every rank."""
         with self._grad_mode():
-            loss = self.head.fused_divergence(self, teacher, kind, temperature)
-        counters().fused += 1
-        return loss
+            _, given = teacher.call.ask(requests.TeacherRequest(teacher.config, kind))
+        config, weights = self.config, self.call.token_weights
+        return self._ask(requests.DivergenceRequest(config, self._batch, given, temperature, weights))[0]
 
     def log_probs(
         self,
@@ -189,8 +142,7 @@ class DeferredLogits:
     ) -> tuple[Tensor, Tensor | None] | None:
         """``log_softmax(self)`` at ``labels`` ``[b, n]``, without logits; None if real logits are needed.
 
-        Differentiable if the layer was called with gradients, like real logits: the caller's ``no_grad`` may
-        have ended since.
+        They have a gradient if the layer was called with one, even if the caller's ``no_grad`` has ended.
 
         Args:
             labels: global ids, one for each of the ``n`` positions that are left; ``[n]`` after ``squeeze``.
@@ -210,24 +162,23 @@ class DeferredLogits:
         def everywhere(given: Tensor) -> Tensor:
             """All positions: sequence parallelism needs a multiple of its ranks."""
             batched = given.unsqueeze(0) if self._squeezed else given
-            whole = batched.new_zeros(batched.shape[0], self._num_positions)
+            whole = batched.new_zeros(self._batch)
             whole[:, left] = batched
             return whole
 
+        # What is sliced off gets the upstream gradient 0.
+        active = None if active_mask is None else everywhere(active_mask)
+        made = self._ask(requests.LogProbsRequest(self.config, everywhere(labels), entropy, active))
+        if active is None:
+            self._of_all[:] = made[:1]
         with self._grad_mode():
-            # What is sliced off gets the upstream gradient 0.
-            active = None if active_mask is None else everywhere(active_mask)
-            made = self.head.fused_log_probs(self, everywhere(labels), entropy, active)
-            counters().fused += 1
-            if active is None:
-                self._of_all[:] = made[:1]
             # Not views: pipeline schedules free the tensors that they send.
-            shape, dtype = labels.shape, self.dtype
-            log_prob, entropy_of = (
-                None if x is None else x[:, left].reshape(shape).to(dtype, copy=True) for x in made
+            log_prob, of_entropy = (
+                None if x is None else x[:, left].reshape(labels.shape).to(self.dtype, copy=True)
+                for x in made
             )
         assert log_prob is not None
-        return log_prob, entropy_of
+        return log_prob, of_entropy
 
     def log_probs_of(
         self,
@@ -283,9 +234,8 @@ class DeferredLogits:
             # Now, as they are before anything is changed in place.
             for reference in self._family:
                 if (member := reference()) is not None:
-                    member._become_real()
-        assert self._real is not None
-        return self._real
+                    member._computed()
+        return self._computed()
 
     def _refuse_without_grad_mode(self) -> None:
         if self._needs_grad and not torch.is_grad_enabled():
@@ -296,29 +246,26 @@ class DeferredLogits:
                 "megatron_fused_ce.rl.token_log_probs, or leave --fused-chunked-ce out"
             )
 
-    def _become_real(self) -> Tensor:
-        if self._real is None:
-            self._real = self._computed(DeferredLogits._become_real)
-            self._made_by = None  # which need not live on
-        return self._real
-
-    def _computed(self, of: Callable[[DeferredLogits], Tensor]) -> Tensor:
-        """Real logits, made of ``of(those before the last step)``."""
-        if self._made_by is None:
-            counters().materialised += 1
-            with torch.set_grad_enabled(self._needs_grad):
-                return self.head.stock_logits(self)
-        before, step = self._made_by
-        made = of(before)
+    def _computed(self, keeps: bool = True) -> Tensor:
+        """Real logits; ``keeps`` them, and those that they are made of, for all later uses."""
+        if self._real is not None:
+            return self._real
         with torch.set_grad_enabled(self._needs_grad):
-            after: Tensor = step(made)
-        return after
+            if self._made_by is None:
+                counters().materialised += 1
+                made = self.call.logits()
+            else:
+                before, step = self._made_by
+                made = step(before._computed(keeps))
+        if keeps:
+            self._real, self._made_by = made, None
+        return made
 
     # Costs nothing.
 
     @property
     def device(self) -> torch.device:
-        return self.hidden.device
+        return self.call.hidden.device
 
     @property
     def ndim(self) -> int:
@@ -349,64 +296,54 @@ class DeferredLogits:
             return self.materialise() / other
         return self._after(lambda real: real / other, logit_scale=self.logit_scale / other)
 
+    def _step(self, remembers: bool, name: str, given: Any, named: Any, **changed: Any) -> Any:
+        """What this method gives: these logits after one more step, or what real ones give."""
+        if not (remembers and self.for_caller) or named:
+            return getattr(self.materialise(), name)(*given, **named)
+        return self._after(operator.methodcaller(name, *given), **changed)
+
     def transpose(self, *dims: Any, **named: Any) -> Any:
-        batched = self.for_caller and not self._squeezed
-        if not batched or named or {dim % self.ndim for dim in dims} != {0, 1}:
-            return self.materialise().transpose(*dims, **named)
-        shape = torch.Size((self.shape[1], self.shape[0], self.shape[2]))
-        step = operator.methodcaller("transpose", 0, 1)
-        return self._after(step, shape=shape, _batch_first=not self._batch_first)
+        swaps = len(self.shape) == 3 and {dim % 3 for dim in dims} == {0, 1}
+        shape = torch.Size((*self.shape[1::-1], *self.shape[2:]))
+        return self._step(swaps, "transpose", dims, named, shape=shape, _batch_first=not self._batch_first)
 
     def squeeze(self, *dim: Any, **named: Any) -> Any:
-        batched = self.for_caller and self._batch_first and not self._squeezed
-        if not batched or named or dim != (0,) or self.shape[0] != 1:
-            return self.materialise().squeeze(*dim, **named)
-        return self._after(operator.methodcaller("squeeze", 0), shape=self.shape[1:], _squeezed=True)
+        squeezes = self._batch_first and not self._squeezed and dim == (0,) and self.shape[0] == 1
+        return self._step(squeezes, "squeeze", dim, named, shape=self.shape[1:], _squeezed=True)
 
     def sum(self, *dim: Any, **named: Any) -> Any:
-        return self._total("sum", *dim, **named)
+        return self._step(not dim, "sum", dim, named, **_OF_TOTAL)
 
     def mean(self, *dim: Any, **named: Any) -> Any:
-        return self._total("mean", *dim, **named)
-
-    def _total(self, name: str, *dim: Any, **named: Any) -> Any:
-        if not self.for_caller or dim or named:
-            return getattr(self.materialise(), name)(*dim, **named)
-        step = operator.methodcaller(name)
-        return self._after(step, shape=torch.Size(()), for_caller=False, _is_total=True)
-
-    def _zero(self) -> Tensor:
-        """0 times the sum of all logits, without them: NaN where a token's are NaN or +inf, else 0.
-
-        It is 0 times the sum of all tokens' log-probabilities from an evaluation, or of their losses from a
-        pass of its own (not kept: a checkpoint that runs the loss again counts what it saves), so that the
-        backward goes where that of real logits does: hidden states, weight, their hooks and collectives.
-        """
-        with self._grad_mode():
-            needs_grad = self._needs_grad and torch.is_grad_enabled()
-            made = next((x for x in self._of_all if x.requires_grad >= needs_grad), None)
-            if made is None:
-                made = self.head.fused_nothing(self, self.hidden.shape[1], self._num_positions)
-                counters().fused += 1
-            return (0.0 * made.sum()).to(self.dtype)
+        return self._step(not dim, "mean", dim, named, **_OF_TOTAL)
 
     def contiguous(self, **named: Any) -> Any:
-        if not self.for_caller or named:
-            return self.materialise().contiguous(**named)
-        return self._after(operator.methodcaller("contiguous"))
+        return self._step(True, "contiguous", (), named)
+
+    def float(self, **named: Any) -> Any:
+        return self._step(True, "float", (), named, dtype=torch.float32)
 
     def detach(self) -> Any:
-        """The same without a gradient, wherever they are used."""
+        """These logits without a gradient, wherever they are used."""
         return self._after(operator.methodcaller("detach"), _needs_grad=False)
 
     @property
     def requires_grad(self) -> bool:
         return self._needs_grad
 
-    def float(self, **named: Any) -> Any:
-        if not self.for_caller or named:
-            return self.materialise().float(**named)
-        return self._after(operator.methodcaller("float"), dtype=torch.float32)
+    def _zero(self) -> Tensor:
+        """0 times the sum of all logits, without them: NaN where a token's are NaN or +inf, else 0.
+
+        Frameworks add it to their loss, so that every rank has a backward. It is 0 times log-probabilities of
+        an evaluation, or losses from a pass of its own (not kept: a checkpoint that runs the loss again
+        counts what it saves), whose backward goes where that of real logits does.
+        """
+        with self._grad_mode():
+            needs_grad = self._needs_grad and torch.is_grad_enabled()
+            made = next((x for x in self._of_all if x.requires_grad >= needs_grad), None)
+            if made is None:
+                made = self._ask(requests.ZerosRequest(self.config, self._batch))[0]
+            return (0.0 * made.sum()).to(self.dtype)
 
     def __getitem__(self, index: Any) -> Any:
         """``[:, some positions]`` of logits ``[b, s, V]`` for the caller; else real logits."""
@@ -420,14 +357,12 @@ class DeferredLogits:
     def _positions_of(self, index: Any) -> slice | None:
         """The slice of positions that ``index`` takes, if it does nothing else."""
         batched = self.for_caller and self._batch_first and not self._squeezed
-        if not (batched and isinstance(index, tuple) and len(index) in (2, 3)):
+        parts = index if isinstance(index, tuple) and len(index) in (2, 3) else ()
+        if not (batched and parts and all(isinstance(part, slice) for part in parts)):
             return None
-        if not all(isinstance(part, slice) for part in index):
-            return None
-        which: slice = index[1]
-        if any(part != slice(None) for part in (index[0], *index[2:])) or (which.step or 1) < 1:
-            return None
-        return which
+        which: slice = parts[1]
+        whole = all(part == slice(None) for part in (parts[0], *parts[2:]))
+        return which if whole and (which.step or 1) > 0 else None
 
     def max(self, *args: Any, **kwargs: Any) -> Any:
         """``max(dim=-1)`` as Megatron's acceptance counts call it; else real logits."""
@@ -440,20 +375,12 @@ class DeferredLogits:
 
     def _for_a_count(self) -> Tensor:
         """Real logits, not kept where no gradient is recorded: a maximum shares no memory with them."""
-        if self._real is not None:
-            return self._real
-        return self.materialise() if torch.is_grad_enabled() else self._computed_apart()
-
-    def _computed_apart(self) -> Tensor:
-        return self._computed(DeferredLogits._computed_apart)
+        return self.materialise() if torch.is_grad_enabled() else self._computed(keeps=False)
 
     def _served_argmax(self, dim: int | None = None, keepdim: bool = False) -> MaxAndIndices | None:
-        done = self._evaluated
-        if done is None or done.local_max is None or done.local_argmax is None:
+        if self._top is None or dim not in (-1, self.ndim - 1) or keepdim:
             return None
-        if dim not in (-1, self.ndim - 1) or keepdim:
-            return None
-        return MaxAndIndices(done.local_max.to(self.dtype), done.local_argmax)
+        return MaxAndIndices(self._top.values.to(self.dtype), self._top.indices)
 
     # Needs real logits.
 
@@ -516,9 +443,8 @@ def _forward_operator(name: str) -> None:
 
 for _name in (
     *("add", "radd", "sub", "rsub", "rtruediv", "floordiv", "mod", "pow", "rpow", "matmul", "rmatmul"),
-    *("neg", "pos", "abs", "setitem", "iter", "lt", "le", "gt", "ge", "float", "bool"),
-    # Without these, comparison would silently be by identity. Hashing stays by identity, as for tensors.
-    *("eq", "ne"),
-    *("iadd", "isub", "imul", "itruediv", "contains", "array"),
+    *("neg", "pos", "abs", "setitem", "iter", "lt", "le", "gt", "ge", "float", "bool", "contains", "array"),
+    # Without eq and ne, comparison would silently be by identity. Hashing stays by identity, as for tensors.
+    *("iadd", "isub", "imul", "itruediv", "eq", "ne"),
 ):
     _forward_operator(f"__{_name}__")

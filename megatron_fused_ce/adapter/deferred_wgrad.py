@@ -12,7 +12,7 @@ from functools import wraps
 from types import ModuleType
 from typing import Any
 
-from megatron_fused_ce.adapter import report
+from megatron_fused_ce.adapter import say
 
 FINISH = "finish_embedding_wgrad_compute"
 
@@ -21,8 +21,8 @@ def turn_off(layer: Any) -> None:
     """Turn the option off in the config of a fused head's layer, and log it."""
     if getattr(layer.config, "defer_embedding_wgrad_compute", False):
         layer.config.defer_embedding_wgrad_compute = False
-        report.say_once(
-            layer.tp_group.rank(),
+        say.once(
+            layer.tp_group,
             "--defer-embedding-wgrad-compute has no effect on the fused head: grad_weight is made in each "
             "backward",
         )

@@ -30,7 +30,7 @@ _MAPPINGS = f"{_PARALLEL}.mappings"
 _PARTS = f"{_PARALLEL}.utils"
 _NATIVE = f"{_CORE}fusions.fused_cross_entropy"
 _TE = f"{_CORE}extensions.transformer_engine"
-_LINEAR = f"{_CORE}transformer.linear_cross_entropy"
+LINEAR = f"{_CORE}transformer.linear_cross_entropy"
 _STATE = f"{_CORE}parallel_state"
 _UTILS = f"{_CORE}utils"
 _TE_LOSS = "transformer_engine.pytorch.cross_entropy"
@@ -78,7 +78,7 @@ LOOKED_AT = (
     Row("any", _LAYERS, _UTILS, "", "get_tensor_model_parallel_group_if_none"),
     Row("any", _LAYERS, _STATE, "", "get_global_memory_buffer"),
     Row("any", _LAYERS, "torch", "", "torch dist_all_gather_func dist_reduce_scatter_func"),
-    Row("any", _LINEAR, _LINEAR, "LinearCrossEntropyModule", "forward"),
+    Row("any", LINEAR, LINEAR, "LinearCrossEntropyModule", "forward"),
     Row("any", _TE, _TE, "", "te_general_gemm"),
     Row("any", _MAPPINGS, _MAPPINGS, "_CopyToModelParallelRegion", _STEPS),
     Row("any", _MAPPINGS, _MAPPINGS, "_GatherFromModelParallelRegion", _STEPS),
@@ -133,6 +133,28 @@ def of_layer(name: str) -> Any:
 def is_defined_in(module: ModuleType, found: Any) -> bool:
     """Whether it is a function of a module's own, edited perhaps, with nothing around it."""
     return type(found) is FunctionType and found.__globals__.get("__name__") == module.__name__
+
+
+def is_megatrons(found: Any) -> bool:
+    """Whether a function, or a method's, is written in Megatron's core, with nothing around it."""
+    function = function_of(found)
+    return function is not None and str(function.__globals__.get("__name__", "")).startswith(_CORE)
+
+
+def function_of(found: Any) -> FunctionType | None:
+    """The function of a method; None of anything else, as a proxy that passes on another's attributes."""
+    found = found.__func__ if type(found) is MethodType else found
+    return found if type(found) is FunctionType else None
+
+
+def name_of(function: Any) -> str:
+    """The name of a function for the log, with what is wrapped around it."""
+    function = getattr(function, "func", function)
+    if hasattr(function, "__wrapped__") and hasattr(function, "__code__"):
+        own = f"{function.__globals__.get('__name__')}.{function.__code__.co_name}"
+        return f"{own} around {name_of(function.__wrapped__)}"
+    module = getattr(function, "__module__", "?")
+    return f"{module}.{getattr(function, '__qualname__', repr(function))}"
 
 
 # --- digests ---------------------------------------------------------------------------------------
@@ -286,6 +308,12 @@ def _source_of(found: Any, defined_in: str, name: str) -> tuple[str, bool]:
     return digest(written[1]), own and written[0] == name
 
 
+def is_own(found: Any, defined_in: str, name: str, known: bool = False) -> bool:
+    """Whether a function is that of this name in this module, perhaps edited; ``known``: in a known form."""
+    made, own = _source_of(found, defined_in, name)
+    return own and (not known or made in known_forms.FORMS.get(defined_in, {}).get(name, "").split())
+
+
 def _is_torchs_apply(found: Any, cls: Any) -> bool:
     """Whether it is how torch calls ``cls``, a class of autograd functions."""
     torchs = sys.modules["torch"].autograd.Function.apply
@@ -360,8 +388,8 @@ class Held:
         if is_library or type(found) is ModuleType:
             made, is_known = "", _is_of_library(found, owner, name, row.defined_in)
         else:
-            made, own = _source_of(found, row.defined_in, name)
-            is_known = own and made in known_forms.FORMS.get(row.defined_in, {}).get(name, "").split()
+            made, _ = _source_of(found, row.defined_in, name)
+            is_known = is_own(found, row.defined_in, name, known=True)
         self.digests.append(made)
         function = _seen_through(found)[0]
         if not is_known and made not in self._trusted:

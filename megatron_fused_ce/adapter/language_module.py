@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_fused_ce.adapter import (
     arguments,
-    consumer,
+    caller,
     deferred_wgrad,
     forms,
     report,
@@ -51,7 +51,7 @@ def patch(module: ModuleType) -> None:
     @wraps(stock_loss)
     def compute_language_model_loss(self: Any, labels: Tensor, logits: Any) -> Tensor:
         if isinstance(logits, DeferredLogits):
-            if not logits.is_real and (not logits.gathered or self.output_layer.tp_group.size() == 1):
+            if not logits.is_real and (not logits.call.gathered or self.output_layer.tp_group.size() == 1):
                 return logits.loss(labels, token_weights.of_loss(self, labels))
             # Multi-token prediction in get_logprobs (since 0.19) gives logits of the whole vocabulary to a
             # loss for one rank's part. The result is Megatron's own.
@@ -71,7 +71,7 @@ def patch(module: ModuleType) -> None:
     language_module.setup_embeddings_and_output_layer = setup_embeddings_and_output_layer
     if not forms.is_defined_in(module, stock_loss):
         return
-    consumer.learn_loss(compute_language_model_loss)
+    caller.learn_loss(compute_language_model_loss)
     language_module.compute_language_model_loss = compute_language_model_loss
 
 
@@ -88,7 +88,7 @@ def adopt_output_layer(model: Any, config: FusedCEConfig, joined: bool = False) 
 
     args = arguments.megatron_args()
     reason = stock_path.reason_at_build(model, args, joined)
-    if reason is not None:
+    if reason:
         stock_path.refuse_options(config, reason)
         if reason == stock_path.OF_DISTILLATION:
             report.waits_for_modelopt(model)
@@ -97,15 +97,15 @@ def adopt_output_layer(model: Any, config: FusedCEConfig, joined: bool = False) 
         return
     kind = getattr(model, "original_cls", type(model))  # under ModelOpt's own
     token_weights.remember_calls(kind)
-    consumer.learn(kind)
+    caller.learn(kind)
     deferred_wgrad.turn_off(model.output_layer)
     ColumnParallelLinear.adopt(
         model.output_layer,
         of_layer(config, model.output_layer),
         with_argmax=_counts_mtp_acceptance(model.config),
         model=kind.__name__,
+        held=forms.Held(forms.kind_of(model.config), trusted()),
     )
-    model.output_layer.fused_ce_held = forms.Held(forms.kind_of(model.config), trusted())
     setattr(model, ADOPTED, config)
     report.adopted(model, args, has_plan=not joined)
 

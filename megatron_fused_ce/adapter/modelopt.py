@@ -20,20 +20,21 @@ import torch
 
 from megatron_fused_ce.adapter import (
     arguments,
-    consumer,
+    caller,
     deferred_logits,
     language_module,
     report,
+    say,
     stock_path,
 )
-from megatron_fused_ce.adapter.consumer import name_of
 from megatron_fused_ce.adapter.deferred_logits import DeferredLogits
+from megatron_fused_ce.adapter.forms import name_of
 from megatron_fused_ce.adapter.import_hook import replace_everywhere
 from megatron_fused_ce.adapter.switch import active_config
 
 
 def patch(module: Any) -> None:
-    """Wrap the end of the set-up, and ``LogitsKLLoss``."""
+    """Wrap the end of ModelOpt's set-up, and ``LogitsKLLoss``."""
     stock_adjust = getattr(module, "adjust_distillation_model_for_mcore", None)
     loss_class = getattr(module, "LogitsKLLoss", None)
     if stock_adjust is None or loss_class is None:
@@ -52,16 +53,13 @@ def patch(module: Any) -> None:
         student, teacher = _deferred(predictions), _deferred(targets)
         if student is not None and teacher is not None and not args and not kwargs:
             known = divergence_of(self, loss_class, stock_forward)
-            if known is None:
-                why = "it is no longer a divergence that this package knows"
-            else:
-                why = _why_not_comparable(student, teacher)
-                if not why:
-                    loss = student.divergence(teacher, *known)
-                    # Whole on every rank, where ModelOpt's own is this rank's part of a sum.
-                    return self.post_forward(loss.t(), tp_reduce=False)
-            tp_rank = student.head.tp_group.rank()
-            report.say_once(tp_rank, f"{loss_class.__name__} takes real logits: {why}")
+            why = _why_not_comparable(student, teacher)
+            if known is not None and not why:
+                loss = student.divergence(teacher, *known)
+                # Whole on every rank, where ModelOpt's own is this rank's part of a sum.
+                return self.post_forward(loss.t(), tp_reduce=False)
+            why = why or "it is no longer a divergence that this package knows"
+            say.once(student.call.layer.tp_group, f"{loss_class.__name__} takes real logits: {why}")
         predictions, targets = deferred_logits.real((predictions, targets))
         return stock_forward(self, predictions, targets, *args, **kwargs)
 
@@ -76,12 +74,13 @@ def _deferred(captured: Any) -> DeferredLogits | None:
 
 
 def _why_not_comparable(student: DeferredLogits, teacher: DeferredLogits) -> str:
+    """Why the divergence of two heads' logits needs real ones; empty if it does not."""
     if student.shape != teacher.shape:
         return (
             f"the student's would be {tuple(student.shape)} and the teacher's {tuple(teacher.shape)} on this "
             "rank: the same tokens and one cut of the vocabulary are compared"
         )
-    both_joined = all(getattr(side.head, "fused_ce_joined", False) for side in (student, teacher))
+    both_joined = all(getattr(side.call.layer, "fused_ce_joined", False) for side in (student, teacher))
     return "" if both_joined else "they are not a student's and its teacher's"
 
 
@@ -95,7 +94,7 @@ def _join(model: Any, loss_class: Any, stock_forward: Callable[..., Any]) -> Non
     assert config is not None
     stock_path.refuse_options(config, stock_path.OF_DISTILLATION)
     reason = _why_not_joined(model, loss_class, stock_forward)
-    if reason is not None:
+    if reason:
         report.left_to_megatron(model, f"distillation: {reason}")
         return
     for side in (model, model.teacher_model):
@@ -104,7 +103,8 @@ def _join(model: Any, loss_class: Any, stock_forward: Callable[..., Any]) -> Non
         side.output_layer.fused_ce_joined = True
 
 
-def _why_not_joined(model: Any, loss_class: Any, stock_forward: Callable[..., Any]) -> str | None:
+def _why_not_joined(model: Any, loss_class: Any, stock_forward: Callable[..., Any]) -> str:
+    """Why the heads of a student and its teacher stay with Megatron; empty if they are joined."""
     from megatron_fused_ce.adapter.output_layer import ColumnParallelLinear
 
     teacher = model.teacher_model
@@ -120,10 +120,10 @@ def _why_not_joined(model: Any, loss_class: Any, stock_forward: Callable[..., An
     for name, side in (("student", model), ("teacher", teacher)):
         own = side.compute_language_model_loss
         if getattr(own, "__module__", None) == loss_class.__module__:
-            consumer.learn_loss(own)  # it hands the logits on, or leaves them alone
+            caller.learn_loss(own)  # it hands the logits on, or leaves them alone
         if getattr(side, language_module.ADOPTED, None) is None:
             reason = stock_path.reason_at_build(side, arguments.megatron_args(), joined=True)
-            if reason is not None:
+            if reason:
                 return f"of the {name}, {reason}"
         elif not isinstance(side.output_layer, ColumnParallelLinear):
             return f"of the {name}, the output layer is {name_of(type(side.output_layer))} by now"
@@ -132,19 +132,17 @@ def _why_not_joined(model: Any, loss_class: Any, stock_forward: Callable[..., An
         return "student and teacher are tensor-parallel over different groups"
     if loss._config.tensor_model_parallel_size != group.size():
         return f"{loss_class.__name__} expects another tensor-parallel size than that of the output layers"
-    return None
+    return ""
 
 
 def divergence_of(loss: Any, loss_class: Any, stock_forward: Callable[..., Any]) -> tuple[str, float] | None:
-    """What ``LogitsKLLoss`` computes, by what it makes of numbers, so that it is known to do nothing else:
-    kind and temperature, as :func:`.op.fused_linear_distillation` has them.
+    """Kind and temperature of the divergence that ``LogitsKLLoss`` computes; None for another loss.
 
-    Tried at every call: a temperature may be a tensor, and what the loss does can be changed after the build.
+    By what it makes of numbers, at every call: a temperature may be a tensor, and the loss may be changed.
     """
-    methods = (getattr(loss, name, None) for name in ("forward", "pre_forward", "post_forward"))
-    if type(loss) is not loss_class or any(
-        getattr(method, "__module__", "") != loss_class.__module__ for method in methods
-    ):
+    methods = [getattr(loss, name, None) for name in ("forward", "pre_forward", "post_forward")]
+    modules = {type(loss).__module__, *(getattr(method, "__module__", "") for method in methods)}
+    if type(loss) is not loss_class or modules != {loss_class.__module__}:
         return None  # somebody's, who may do what few numbers do not show
     alone = copy.copy(loss)
     alone._config = SimpleNamespace(tensor_model_parallel_size=1, sequence_parallel=False)

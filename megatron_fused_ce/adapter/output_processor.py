@@ -13,8 +13,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -99,7 +98,7 @@ def output_processor(
             strategy = "auto" if flag.strategy == "grad_in_forward" else flag.strategy
             config = replace(flag, strategy=strategy, skip_masked=False)
         softcap, reason = adopted.softcap_around(output_layer, config)
-        if reason is not None:
+        if reason:
             raise ValueError(f"output_processor cannot serve this head: {reason}")
         config = replace(config, logit_softcap=softcap) if softcap else config
     config = of_layer(config, output_layer)
@@ -121,22 +120,16 @@ def output_processor(
             open_grad_weight=open_grad_weight_for(used, output_layer.gradient_accumulation_fusion),
         )
 
-    with _forward_of(output_layer, evaluate):
+    of_instance = vars(output_layer)
+    before = {name: of_instance[name] for name in ("forward",) if name in of_instance}
+    of_instance["forward"] = evaluate
+    try:
         made = torch.nn.Module.__call__(output_layer, hidden_states, weight=output_weight)
+    finally:
+        del of_instance["forward"]
+        of_instance.update(before)
     counters().fused += 1
     return TokenLogProbs(*made)  # not forward's: a hook of FSDP's may have replaced tensors by views
-
-
-@contextmanager
-def _forward_of(layer: Any, forward: Callable[..., Any]) -> Iterator[None]:
-    before = vars(layer).get("forward")
-    vars(layer)["forward"] = forward
-    try:
-        yield
-    finally:
-        vars(layer).pop("forward")
-        if before is not None:
-            vars(layer)["forward"] = before
 
 
 def _factor_of(scale_logits: Callable[[Tensor], Tensor] | None) -> float:

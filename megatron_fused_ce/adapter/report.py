@@ -1,16 +1,15 @@
-"""The log lines for the user, written by one process: the first rank of its tensor- and data-parallel
-groups."""
+"""The lines on a head: why it stays with Megatron, its strategy and memory, how often it was evaluated."""
 
 from __future__ import annotations
 
 import atexit
-import sys
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_fused_ce.adapter import layout
+from megatron_fused_ce.adapter import say
+from megatron_fused_ce.adapter.import_hook import core_version
 from megatron_fused_ce.adapter.switch import counters
 from megatron_fused_ce.cli import versions
 from megatron_fused_ce.config import FusedCEConfig
@@ -21,48 +20,18 @@ from megatron_fused_ce.planner import memory
 from megatron_fused_ce.planner.choose import WAITS_IN_WORDS, Plan, plan
 from megatron_fused_ce.planner.memory import PlanInputs, size_in_words
 
-PREFIX = "[fused-ce]"
-
-_said: set[str] = set()
 _tells_totals = False
 #: Classes of models whose whole head stays with Megatron, where nothing counts its calls.
 _left: set[str] = set()
 
 
-def say(text: str) -> None:
-    print(f"{PREFIX} {text}", file=sys.stdout, flush=True)
-
-
-def _speaks(tp_rank: int) -> bool:
-    """True in one process of the last pipeline stage."""
-    from megatron.core import parallel_state
-
-    if tp_rank != 0:
-        return False
-    if not parallel_state.model_parallel_is_initialized():
-        return True
-    return bool(parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0)
-
-
-def say_once(tp_rank: int, text: str) -> None:
-    if text not in _said and _speaks(tp_rank):
-        _said.add(text)
-        say(text)
-
-
-def say_of_a_replica(tp_rank: int, text: str) -> None:
-    """Log a line in one process of each data-parallel replica, to which alone it may apply."""
-    if tp_rank == 0:
-        say(text if _speaks(tp_rank) else f"rank {torch.distributed.get_rank()}: {text}")
-
-
 def left_to_megatron(model: Any, reason: str) -> None:
     """Log that the whole head stays on the stock path, at the end of the run too."""
     _left.add(type(model).__name__)
-    tp_rank = _say_of_head(
+    _say_of_head(
         model, f"stays on Megatron's own path: {reason}. --fused-chunked-ce has no effect on this head"
     )
-    _tell_totals(tp_rank)
+    _tell_totals(_group(model))
 
 
 def waits_for_modelopt(model: Any) -> None:
@@ -74,37 +43,37 @@ def waits_for_modelopt(model: Any) -> None:
     )
 
 
-def _say_of_head(model: Any, what: str) -> int:
-    """Log it, and return the rank in the head's tensor-parallel group."""
-    tp_group = getattr(model.output_layer, "tp_group", None)
-    tp_rank = tp_group.rank() if tp_group is not None else 0
-    say_once(tp_rank, f"the head of {type(model).__name__} {what}")
-    return tp_rank
+def _say_of_head(model: Any, what: str) -> None:
+    say.once(_group(model), f"the head of {type(model).__name__} {what}")
+
+
+def _group(model: Any) -> Any:
+    return getattr(model.output_layer, "tp_group", None)
 
 
 def stock_path_once(layer: Any, reason: str) -> None:
     """Log, once, that some calls of a fused head take the stock path."""
-    say_once(layer.tp_group.rank(), f"a call of the head takes Megatron's own path: {reason}")
+    say.once(layer.tp_group, f"a call of the head takes Megatron's own path: {reason}")
 
 
 def adopted(model: Any, megatron_args: Any, has_plan: bool = True) -> None:
     """Log a fused head's strategy and memory, if the launch's sizes are known already and decide them."""
     layer = model.output_layer
-    version, newest = layout.core_version(), versions.NEWEST_MEGATRON
+    version, newest = core_version(), versions.NEWEST_MEGATRON
     if versions.numbers(version) > newest:
-        say_once(
-            layer.tp_group.rank(),
+        say.once(
+            layer.tp_group,
             f"megatron-core {version} is newer than {versions.words(newest)}, the newest this was tried with",
         )
-    _tell_totals(layer.tp_group.rank())
+    _tell_totals(layer.tp_group)
     # The weight's, not config.params_dtype: a YAML launch leaves that unset.
     weight = model.shared_embedding_or_output_weight() if layer.weight is None else layer.weight
     dtype = _dtype(model.config, weight)
     trains_by_rl = bool(getattr(megatron_args, "perform_rl_step", False))
     if trains_by_rl:
         of_logits = str(getattr(layer, "output_dtype", None) or dtype).removeprefix("torch.")
-        say_once(
-            layer.tp_group.rank(),
+        say.once(
+            layer.tp_group,
             f"get_logprobs makes no logits; its log-probabilities are {of_logits} on every pipeline "
             "stage, as without the flag; generation stays on Megatron's own path",
         )
@@ -160,8 +129,8 @@ def evaluation_once(layer: Any, hidden: Tensor, ran: Plan, why_not_exp: str) -> 
 
 def divergence_once(layer: Any, kind: str, temperature: float, ran: Plan) -> None:
     """Log, once for each of these, how the divergence of student and teacher is computed."""
-    say_once(
-        layer.tp_group.rank(),
+    say.once(
+        layer.tp_group,
         f"distillation: {kind} at temperature {temperature:g} without the logits of student and teacher: "
         f"strategy {ran.strategy}, {ran.chunks_in_words}; about {size_in_words(ran.predicted_peak_bytes)}",
     )
@@ -179,11 +148,11 @@ def _wgrad_accumulator_to_be(layer: Any, weight: Tensor, megatron_args: Any) -> 
 
 def _say_plan(layer: Any, chosen: Plan, of_stock: str, why_not: str, before: str = "on") -> None:
     """Log one line on strategy and memory, and one on the reason and on differences from a plain head."""
-    if not _speaks(layer.tp_group.rank()):
+    if not say.speaks(layer.tp_group):
         return
     config: FusedCEConfig = layer.fused_ce_config
     by = "chosen by auto" if config.strategy == "auto" else "asked for"
-    say(
+    say.line(
         f"{before}: strategy {chosen.strategy} ({by}), {chosen.chunks_in_words}; "
         f"about {size_in_words(chosen.predicted_peak_bytes)} for the head; {of_stock}"
     )
@@ -199,7 +168,7 @@ def _say_plan(layer: Any, chosen: Plan, of_stock: str, why_not: str, before: str
     if config.loss_options:
         notes.append(f"loss with {config.loss_options}")
     if notes:
-        say(f"why: {'; '.join(notes)}" if config.strategy == "auto" else "; ".join(notes))
+        say.line(f"why: {'; '.join(notes)}" if config.strategy == "auto" else "; ".join(notes))
 
 
 def _stock_words(layer: Any, tokens: int, dtype: torch.dtype) -> str:
@@ -225,16 +194,16 @@ def _dtype(config: Any, weight: Tensor) -> torch.dtype:
     return torch.float16 if config.fp16 else weight.dtype
 
 
-def _tell_totals(tp_rank: int) -> None:
+def _tell_totals(tp_group: Any) -> None:
     global _tells_totals
-    if not _tells_totals and _speaks(tp_rank):
+    if not _tells_totals and say.speaks(tp_group):
         _tells_totals = True
         atexit.register(_say_totals)
 
 
 def _say_totals() -> None:
     seen, remade = counters(), promise.counts.remade
-    say(
+    say.line(
         f"heads evaluated fused: {seen.fused}, logits materialised: {seen.materialised}, "
         f"heads on the stock path: {seen.stock}"
         + (f", gradients of grad_in_forward made again: {remade}" if remade else "")

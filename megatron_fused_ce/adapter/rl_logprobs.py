@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_fused_ce.adapter import deferred_logits, forms, stock_path
+from megatron_fused_ce.adapter import caller, deferred_logits, forms, stock_path
 from megatron_fused_ce.adapter.deferred_logits import DeferredLogits
 from megatron_fused_ce.adapter.import_hook import replace_everywhere
 from megatron_fused_ce.adapter.switch import trusted
@@ -29,7 +29,7 @@ def patch(module: Any) -> None:
     @wraps(stock_get_logprobs)
     def get_logprobs(model: Any, *args: Any, **kwargs: Any) -> Any:
         why_real = stock_path.reason_for_log_probs(model) or why_unknown(model)
-        with deferred_logits.returned_to_caller(why_real):
+        with caller.returned_to_caller(why_real):
             return deferred_logits.real(stock_get_logprobs(model, *args, **kwargs))
 
     @wraps(stock_log_softmax)

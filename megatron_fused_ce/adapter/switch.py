@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron_fused_ce.adapter import arguments, forms, import_hook
 from megatron_fused_ce.config import FusedCEConfig, why_no_config
 
 
@@ -58,7 +59,7 @@ def enable(
             trusted digests beside those given here; else the defaults.
         deferred_logits: a model called without labels returns deferred logits of this rank's part, for
             callers of :meth:`.DeferredLogits.log_probs`; any other use of them makes real ones.
-        trust: the same as ``--fused-ce-trust``: digests, from the log, of edited functions of Megatron's that
+        trust: the same as ``--fused-ce-trust``: digests, from the log, of functions of Megatron that are not known and that
             the head may stand in for.
 
     Raises:
@@ -68,8 +69,6 @@ def enable(
         ImportError: an imported Megatron or torch is too old, or Megatron lacks a patched function.
     """
     global _enabled
-    from megatron_fused_ce.adapter import forms, import_hook
-
     wrong = why_no_config(config)
     if wrong is not None:
         raise wrong
@@ -101,8 +100,6 @@ def returns_deferred_logits() -> bool:
 
 def active_config() -> FusedCEConfig | None:
     """The config for a model built now: :func:`enable`'s, else the launch's, else None."""
-    from megatron_fused_ce.adapter import arguments
-
     if _enabled is not None and _enabled.config is not None:
         return _enabled.config
     of_launch = arguments.config_from_args(arguments.launch_args())
@@ -111,18 +108,12 @@ def active_config() -> FusedCEConfig | None:
 
 def trusted() -> frozenset[str]:
     """Digests of edited functions that the head may stand in for."""
-    from megatron_fused_ce.adapter import arguments
-
-    given = frozenset() if _enabled is None else _enabled.trust
-    return given if _overrides_launch() else given | arguments.trusted(arguments.launch_args())
+    if _enabled is not None and _enabled.config is not None:
+        return _enabled.trust
+    given: frozenset[str] = frozenset() if _enabled is None else _enabled.trust
+    return given | arguments.trusted(arguments.launch_args())
 
 
 def asked_for() -> bool:
     """Whether :func:`enable` or the command line turned the fused head on, before anything is parsed."""
-    from megatron_fused_ce.adapter import arguments
-
     return _enabled is not None or arguments.flag_given()
-
-
-def _overrides_launch() -> bool:
-    return _enabled is not None and _enabled.config is not None

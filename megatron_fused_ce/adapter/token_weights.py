@@ -6,7 +6,7 @@ that this package computes. :func:`remember_calls` keeps both for the time of a 
 the heads of multi-token prediction come with rolled labels and get no weights.
 
 Where masked tokens are to be skipped, their number sets out for the host as soon as the mask is seen, while
-the device still has the whole model before it (:mod:`megatron_fused_ce.masked_tokens`).
+the device still has the whole model before it (:func:`.tokens.count`).
 
 What is found is a promise by whoever wrote the loss function. The backward verifies it
 (:mod:`megatron_fused_ce.head.promise`).
@@ -105,7 +105,7 @@ def _remembering(entry: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _count(model: Any, labels: Any, mask: Any) -> HostCopy | None:
-    """Collectives: :func:`.masked_tokens.count`'s over the head's tensor-parallel group, where it skips."""
+    """Collectives: :func:`.tokens.count`'s over the head's tensor-parallel group, where it skips."""
     layer: Any = getattr(model, "output_layer", None)
     config = getattr(layer, "fused_ce_config", None)
     if config is None or not config.skip_masked or not _fits(labels, mask):
@@ -155,28 +155,23 @@ def why_no_loss(layer: Any) -> str:
     return ""
 
 
-def of_call(model: Any) -> TokenWeights:
-    """Token weights for any loss in ``model``'s call under way."""
-    call = _call_of(model)
-    labels = None if call is None else call.labels
-    if not isinstance(labels, Tensor):
-        return TokenWeights(None, f"{type(model).__name__} was called in a way that shows no labels")
-    return of_loss(model, labels)
+def of_loss(model: Any, labels: Any = None) -> TokenWeights:
+    """The token weights of ``model``'s loss for ``labels`` ``[b, s]``, from the call under way.
 
-
-def of_loss(model: Any, labels: Tensor) -> TokenWeights:
-    """The token weights of ``model``'s loss for ``labels`` ``[b, s]``, from the call under way."""
-    call = _call_of(model)
-    name = type(model).__name__
+    Args:
+        labels: None for those that the model was called with.
+    """
+    call, name = _call_of(model), type(model).__name__
     if call is None:
         return TokenWeights(None, f"{name} was called in a way that shows no loss_mask")
-    if call.labels is not labels:
+    if labels is not None and call.labels is not labels:
         return TokenWeights(
             None, f"its labels are not those that {name} was called with (multi-token prediction)"
         )
-    mask = call.loss_mask
-    if not isinstance(mask, Tensor):
-        return TokenWeights(None, f"{name} was called without a loss_mask")
+    labels, mask = call.labels, call.loss_mask
+    for given, words in ((mask, "a loss_mask"), (labels, "labels")):
+        if not isinstance(given, Tensor):
+            return TokenWeights(None, f"{name} was called without {words}")
     if not _fits(labels, mask):
         return TokenWeights(
             None,

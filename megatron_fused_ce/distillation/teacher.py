@@ -72,8 +72,8 @@ class Distillation(OtherTargets):
 
     def in_plan(self) -> dict[str, int]:
         return {
-            "teacher_hidden_size": self.weight.shape[1],
-            "teacher_itemsize": self.weight.element_size(),
+            "second_hidden_size": self.weight.shape[1],
+            "second_itemsize": self.weight.element_size(),
         }
 
     def in_autocast(self) -> Distillation:
@@ -125,15 +125,15 @@ class Distillation(OtherTargets):
             with_labels=self.with_labels,
         )
 
-    def in_order(self, call: Call, comm: VocabParallel, vocab_start: int, read_again: bool) -> Teacher:
+    def in_order(self, call: Call, comm: VocabParallel, vocab_start: int, remakes: bool) -> Teacher:
         """Collectives: one all-gather of ``[T, H_t]``, where the teacher's tokens are split over the ranks
         and the student's are not.
         """
         labels, weights = call.labels, self.label_weights
         if isinstance(weights, Tensor):
             given, weights = weights, in_token_order(weights.detach().float(), labels, comm.num_parts)
-            if read_again and weights.data_ptr() == given.data_ptr():
-                weights = weights.clone()  # whose caller may refill its buffer before the backward
+            if remakes and weights.data_ptr() == given.data_ptr():
+                weights = weights.clone()  # whose caller may refill its buffer before the backward reads them
         elif weights is not None:
             shape = comm.num_parts, labels.numel() // comm.num_parts
             weights = labels.new_full(shape, weights, dtype=torch.float32)

@@ -32,7 +32,7 @@ DEFAULT_CONFIG = FusedCEConfig()
 class OtherTargets:
     """What tokens are compared with beside one label each. This one: nothing.
 
-    A subclass is a frozen dataclass, such as :class:`.SeveralLabels`.
+    A subclass is a frozen dataclass: :class:`.SeveralLabels`, :class:`.Distillation`.
     """
 
     #: the loss in the place of a label's
@@ -95,9 +95,9 @@ class OtherTargets:
         return base
 
     def in_order(
-        self, call: Call, comm: VocabParallel, vocab_start: int, read_again: bool
+        self, call: Call, comm: VocabParallel, vocab_start: int, remakes: bool
     ) -> OrderedTargets | None:
-        """In the order of the hidden states; ``read_again``: by a backward, which needs its own memory."""
+        """In the order of the hidden states; ``remakes``: the backward makes logits of some chunk again."""
         return None
 
 

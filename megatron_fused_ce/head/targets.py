@@ -47,14 +47,14 @@ def prepare(call: Call, spec: Spec) -> Prepared:
             num_kept = tokens.num_kept(tokens.num_unmasked(unmasked), num_tokens)
         kept = Kept.of(weights, num_kept)
     ids = in_token_order(labels, labels, comm.num_parts).to(torch.int64)
-    columns, ignored = columns_of(ids, config, comm, spec.vocab_start), None
+    columns, ignored = columns_of(ids, comm, spec.vocab_start, config), None
     if config.ignore_index is not None:
         ignored = ids == config.ignore_index
         columns = columns.masked_fill(ignored, -1)
     read_again = spec.needs_grad and (spec.remakes or not spec.logits.saves_e)
     if read_again and columns.data_ptr() == labels.data_ptr():
         columns = columns.clone()  # whose caller may refill its buffer before the backward
-    others = call.other_targets.in_order(call, comm, spec.vocab_start, spec.needs_grad and spec.remakes)
+    others = call.other_targets.in_order(call, comm, spec.vocab_start, spec.remakes)
     if weights is not None:
         weights = weights.float() if spec.in_forward else None
     if weights is not None and ignored is not None and spec.logits.outputs.loss.of_label:
@@ -92,7 +92,7 @@ def inv_temperature_of(temperature: float | Tensor, labels: Tensor, comm: VocabP
     return in_token_order(inverse, labels, comm.num_parts)
 
 
-def columns_of(ids: Tensor, config: FusedCEConfig, comm: VocabParallel, vocab_start: int) -> Tensor:
+def columns_of(ids: Tensor, comm: VocabParallel, vocab_start: int, config: FusedCEConfig) -> Tensor:
     """Columns of this shard for global ids. No shard has one in the padding that is masked."""
     # Of several ranks the first subtracts too: all run the same operators.
     whole = comm.size == 1 and vocab_start == 0

@@ -103,7 +103,7 @@ class SeveralLabels(OtherTargets):
         assert isinstance(base, GemmThenRows)
         return LabelSetRows(**vars(base))
 
-    def in_order(self, call: Call, comm: VocabParallel, vocab_start: int, read_again: bool) -> LabelSet:
+    def in_order(self, call: Call, comm: VocabParallel, vocab_start: int, remakes: bool) -> LabelSet:
         """Collectives: those of :func:`.parallel.raise_if_any`, of a teacher with ``config.debug_checks``."""
         ids, log_probs, config = self.ids, self.log_probs, call.config
         if config.debug_checks and log_probs is not None:
@@ -111,7 +111,7 @@ class SeveralLabels(OtherTargets):
             words = "teacher_log_probs are above 0: expected logarithms of probabilities"
             raise_if_any(wrong, words, comm.group)
         ids = labels_first(ids.to(torch.int64), comm.num_parts)
-        columns = columns_of(ids, config, comm, vocab_start)
+        columns = columns_of(ids, comm, vocab_start, config)
         here = (columns >= 0) & (columns < call.weight.shape[0])
         columns = torch.where(here, columns, NO_COLUMN).masked_fill_(ids == EMPTY, EMPTY).to(torch.int32)
         if log_probs is None:

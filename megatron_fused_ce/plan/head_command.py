@@ -55,8 +55,8 @@ def main(words: list[str]) -> int:
             logits_backend=backend,
             # Of a teacher in the student's dtype logits are saved.
             saves_logits=bool(teacher) and backend == "scaled_exp",
-            teacher_hidden_size=teacher,
-            teacher_itemsize=ITEMSIZES[dtype] if teacher else 0,
+            second_hidden_size=teacher,
+            second_itemsize=ITEMSIZES[dtype] if teacher else 0,
             device=given.device,
             config=FusedCEConfig(
                 strategy=given.strategy,

@@ -28,12 +28,9 @@ class Cut:
     """One way to cut a part, the tokens of one rank, into chunks. No chunk is empty."""
 
     num_tokens: int
-    #: Number of chunks; 0 for an empty part.
-    count: int
-    #: Tokens of the longest chunk.
-    longest: int
-    #: Whether lengths differ by one token at most; else only the last chunk is shorter.
-    equal: bool
+    count: int  # of chunks; 0 for an empty part
+    longest: int  # chunk, in tokens
+    equal: bool  # whether lengths differ by one token at most; else only the last chunk is shorter
 
     @classmethod
     def into(cls, num_tokens: int, num_chunks: int) -> Cut:
@@ -59,6 +56,5 @@ class Cut:
 
 def first_tokens(chunks: tuple[Chunk, ...], num_tokens: int) -> tuple[Chunk, ...]:
     """The leading chunks with the first ``num_tokens`` tokens of each part; the last one is shortened."""
-    return tuple(
-        replace(chunk, stop=min(chunk.stop, num_tokens)) for chunk in chunks if chunk.start < num_tokens
-    )
+    leading = (chunk for chunk in chunks if chunk.start < num_tokens)
+    return tuple(replace(chunk, stop=min(chunk.stop, num_tokens)) for chunk in leading)

@@ -21,8 +21,7 @@ from megatron_fused_ce.plan.named_models import MODELS
 from megatron_fused_ce.plan.peaks import estimate
 from megatron_fused_ce.plan.setting import DecoderSizes, Parallel, Setting, StepSettings
 from megatron_fused_ce.plan.static import CUBLAS_WORKSPACE
-from megatron_fused_ce.planner import choose, memory
-from megatron_fused_ce.planner.choose import Plan
+from megatron_fused_ce.planner.choose import Plan, plan
 from megatron_fused_ce.planner.memory import MIB, PlanInputs
 from megatron_fused_ce.scripts.lib import results
 from megatron_fused_ce.scripts.lib.results import REPOSITORY
@@ -162,16 +161,7 @@ def compare_head(name: str, row: dict[str, Any]) -> Compared:
 
 def chunk_by_chunk(inputs: PlanInputs) -> Plan:
     """The plan with grad_weight made chunk by chunk, as every commit did before 22 November 2026."""
-    chosen = choose.plan(inputs)
-    if not chosen.wgrad_at_once:
-        return chosen
-    choice = inputs, chosen.strategy, chosen.cut, chosen.stored_chunks
-    return replace(
-        chosen,
-        wgrad_at_once=False,
-        memory=memory.peak_memory(*choice),
-        relative_time=choose.relative_time(*choice),
-    )
+    return replace(plan(inputs), wgrad_at_once=False)
 
 
 def _head_alone(row: dict[str, Any]) -> Setting:

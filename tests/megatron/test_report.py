@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megatron_fused_ce import FusedCEConfig
-from megatron_fused_ce.adapter import report, switch
-from megatron_fused_ce.planner.choose import plan
+from megatron_fused_ce.adapter import report, say, switch
+from megatron_fused_ce.planner.choose import Plan, plan
 from megatron_fused_ce.planner.chunks import Cut
 from megatron_fused_ce.planner.memory import PlanInputs
 
@@ -68,7 +68,7 @@ def said(monkeypatch):
     """Lines of the report, by a process whose first rank speaks."""
     pytest.importorskip("megatron.core")
     lines = []
-    monkeypatch.setattr(report, "say", lines.append)
+    monkeypatch.setattr(say, "line", lines.append)
     monkeypatch.setattr(report, "_tells_totals", True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     return lines
@@ -201,8 +201,8 @@ def test_first_evaluation_tells_what_differs(said):
     report.adopted(model, LAUNCH)
     expected = layer._fused_ce_expected
     asked = FusedCEConfig(strategy="recompute")
-    by_name = replace(expected.chosen_for, config=asked)
-    other = replace(expected, strategy="recompute", stored_chunks=0, chosen_for=by_name)
+    by_name = replace(expected.inputs, config=asked)
+    other = Plan(by_name, "recompute", expected.cut)
     evaluated(layer, other)
     assert len(said) == 4
     assert said[2].startswith("as it runs: strategy recompute (chosen by auto), 1 chunk of 128 tokens")
@@ -213,17 +213,16 @@ def test_first_evaluation_tells_what_differs(said):
     assert len(said) == 4
 
 
-@pytest.mark.parametrize("change", [{}, {"chosen_for": None}])
-def test_first_evaluation_repeats_nothing(said, change):
+def test_first_evaluation_repeats_nothing(said):
     model = megatron_head(FusedCEConfig())
     report.adopted(model, LAUNCH)
-    evaluated(model.output_layer, replace(model.output_layer._fused_ce_expected, **change))
+    evaluated(model.output_layer, model.output_layer._fused_ce_expected)
     assert len(said) == 2
 
 
 @pytest.mark.parametrize(
     "change",
-    [{"cut": Cut.into(64, 2)}, {"capacity": 100}, {"stored_chunks": 0, "strategy": "grad_in_forward"}],
+    [{"cut": Cut.into(64, 2)}, {"cut": Cut.into(50, 1)}, {"stored_chunks": 0, "strategy": "grad_in_forward"}],
 )
 def test_first_evaluation_tells_of_other_chunks(said, change):
     model = megatron_head(FusedCEConfig(memory_mb=7))

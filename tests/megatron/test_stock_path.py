@@ -15,7 +15,7 @@ import megatron.core.models.common.language_module.language_module  # noqa: F401
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
 from megatron_fused_ce import FusedCEConfig
-from megatron_fused_ce.adapter import arguments, consumer, forms, language_module, report, stock_path
+from megatron_fused_ce.adapter import arguments, caller, forms, language_module, say, stock_path, switch
 
 LAYER = {
     **dict.fromkeys(stock_path.LAYER_ATTRIBUTES, 1),
@@ -60,25 +60,26 @@ OF_LAYER = {
 class Layer(types.SimpleNamespace):
     _call_impl = torch.nn.Module._call_impl
     _wrapped_call_impl = torch.nn.Module._wrapped_call_impl
+    _modules: dict[str, object] = {}  # noqa: RUF012
     fused_ce_held = property(lambda _: forms.Held("", frozenset()))
 
 
 GPTModel._postprocess = in_megatron(GPTModel._postprocess)
 GPTModel._postprocess.__kwdefaults__ = {"labels": None}
-consumer.learn_loss(GPTModel.compute_language_model_loss)
-consumer.learn(GPTModel)
+caller.learn_loss(GPTModel.compute_language_model_loss)
+caller.learn(GPTModel)
 
 
 def test_batch_invariance_is_megatrons():
     """Its mode replaces aten's products and softmax by ones whose sums do not depend on the batch."""
-    assert stock_path.reason_at_build(GPTModel(), None) is None
+    assert stock_path.reason_at_build(GPTModel(), None) == ""
     model = GPTModel()
     model.output_layer.config = types.SimpleNamespace(batch_invariant_mode=False)
-    assert stock_path.reason_at_build(model, None) is None
+    assert stock_path.reason_at_build(model, None) == ""
     model.output_layer.config.batch_invariant_mode = True
     reason = stock_path.reason_at_build(model, None)
     assert reason is not None and reason.startswith("--batch-invariant-mode replaces the products")
-    assert at_call(labels=False, stays=True, config=model.output_layer.config) == reason
+    assert at_call(config=model.output_layer.config) == reason
     with pytest.raises(ValueError, match=r"z_loss.*batch-invariant-mode"):
         stock_path.refuse_options(FusedCEConfig(z_loss=1e-4), reason)
 
@@ -87,7 +88,7 @@ def test_batch_invariance_is_megatrons():
 def test_a_layer_laid_out_otherwise_stays(name):
     """Megatron moves an attribute: a reason in words, no AttributeError."""
     reason = stock_path.reason_at_build(GPTModel(without=name), None)
-    assert reason is not None and name in reason
+    assert name in reason
 
 
 def test_a_parametrized_weight_stays_unread():
@@ -107,7 +108,7 @@ def at_build(where, name, value, joined=False):
     """The reason of a head that has one attribute set otherwise."""
     model, arguments = GPTModel(), types.SimpleNamespace()
     owner = {"layer": model.output_layer, "config": model.config, "arguments": arguments}[where]
-    assert stock_path.reason_at_build(model, arguments) is None
+    assert stock_path.reason_at_build(model, arguments) == ""
     setattr(owner, name, value)
     return stock_path.reason_at_build(model, arguments, joined)
 
@@ -124,6 +125,8 @@ def at_build(where, name, value, joined=False):
         ("config", "config_logger_dir", "folder", "config logger"),
         ("arguments", "logits_save_dir", "folder", "--logits-save-dir"),
         ("arguments", "logits_load_dir", "folder", "--logits-load-dir"),
+        ("arguments", "save_activations_interval", 10, "--save-activations-interval"),
+        ("arguments", "save_dgrads_interval", 10, "--save-dgrads-interval"),
         ("arguments", "modelopt_enabled", True, "ModelOpt"),
         ("arguments", "export_kd_teacher_load", "folder", "--export-kd-teacher-load"),
     ],
@@ -134,8 +137,8 @@ def test_each_reason_at_build(where, name, value, words):
 
 @pytest.mark.parametrize("name", ["modelopt_enabled", "export_kd_teacher_load"])
 def test_modelopt_is_no_reason_once_it_has_joined_two_heads(name):
-    assert at_build("arguments", name, "folder", joined=True) is None
-    assert at_build("arguments", "logits_save_dir", "folder", joined=True) is not None
+    assert at_build("arguments", name, "folder", joined=True) == ""
+    assert at_build("arguments", "logits_save_dir", "folder", joined=True)
 
 
 def test_a_head_that_waits_for_modelopt_is_not_said_to_stay(monkeypatch):
@@ -143,8 +146,8 @@ def test_a_head_that_waits_for_modelopt_is_not_said_to_stay(monkeypatch):
     launch = types.SimpleNamespace(export_kd_teacher_load="folder", modelopt_enabled=True)
     lines = []
     monkeypatch.setattr(arguments, "megatron_args", lambda: launch)
-    monkeypatch.setattr(report, "say", lines.append)
-    monkeypatch.setattr(report, "_said", set())
+    monkeypatch.setattr(say, "line", lines.append)
+    monkeypatch.setattr(say, "_said", set())
     model = GPTModel()
     model.output_layer.tp_group = types.SimpleNamespace(size=lambda: 1, rank=lambda: 0)
     language_module.adopt_output_layer(model, FusedCEConfig(), False)
@@ -170,7 +173,7 @@ def test_a_head_that_waits_for_modelopt_is_not_said_to_stay(monkeypatch):
     ],
 )
 def test_what_is_set_as_by_default_is_no_reason(where, name, value):
-    assert at_build(where, name, value) is None
+    assert at_build(where, name, value) == ""
 
 
 def test_fp32_logits_are_the_heads_own_matter():
@@ -201,14 +204,14 @@ def sharding_hook(*arguments):
 sharding_hook.__module__ = "megatron.core.distributed.fsdp.src"
 
 
-def at_call(hooks=(), hidden=(2, 1, 4), gather_output=False, labels=True, stays=False, weight=None, **layer):
+def at_call(hooks=(), hidden=(2, 1, 4), gather_output=False, labels=True, weight=None, **layer):
     """As the head's call sees it from Megatron's model code."""
     model = GPTModel()
     weight = torch.zeros(6, 4) if weight is None else weight
     layer = {"sequence_parallel": True, "fused_ce_sequence_parallel": True, **layer}
     layer = Layer(_forward_hooks=dict(enumerate(hooks)), **{**OF_LAYER, **layer})
     model.output_layer = lambda: stock_path.reason_at_call(
-        layer, torch.zeros(hidden), weight, gather_output, sys._getframe(1), stays
+        layer, torch.zeros(hidden), weight, gather_output, sys._getframe(1)
     )
     return model._postprocess(labels=labels or None)
 
@@ -222,31 +225,33 @@ def test_the_heads_of_multi_token_prediction(monkeypatch):
     def process_mtp_loss(output_layer, compute_language_model_loss, scale_logits_fn=None):
         return output_layer()
 
-    module, name = consumer.MTP
+    module, name = caller.MTP
     own = in_megatron(process_mtp_loss)
     own.__defaults__ = (None,)
     monkeypatch.setattr(importlib.import_module(module), name, own, raising=False)
-    consumer.learn(GPTModel)
+    caller.learn(GPTModel)
     layer = Layer(_forward_hooks={}, fused_ce_sequence_parallel=False, **OF_LAYER)
 
     def head():
         inputs = torch.zeros(2, 1, 4), torch.zeros(6, 4)
-        return stock_path.reason_at_call(layer, *inputs, False, sys._getframe(1), False)
+        return stock_path.reason_at_call(layer, *inputs, False, sys._getframe(1))
 
     loss = GPTModel().compute_language_model_loss
-    assert own(head, loss) is None
-    assert own(head, loss, in_megatron(not_megatrons)) is None
+    assert own(head, loss) == ""
+    assert own(head, loss, in_megatron(not_megatrons)) == ""
     assert "scaled by" in own(head, loss, not_megatrons)
     assert "the loss of this call is" in own(head, not_megatrons)
 
 
-def test_each_reason_at_a_call():
+def test_each_reason_at_a_call(monkeypatch):
     """Those of the caller, of its loss and of its scale: tests/parallel/test_seams.py."""
-    assert at_call() is None
+    assert at_call() == ""
     assert "called without labels" in at_call(labels=False)
-    assert at_call(labels=False, stays=True) is None
-    assert at_call(hooks=[sharding_hook]) is None
-    assert at_call(sequence_parallel=False, fused_ce_sequence_parallel=False) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(switch, "returns_deferred_logits", lambda: True)
+        assert at_call(labels=False) == ""
+    assert at_call(hooks=[sharding_hook]) == ""
+    assert at_call(sequence_parallel=False, fused_ce_sequence_parallel=False) == ""
     assert "runtime_gather_output" in at_call(gather_output=True)
     assert "sequence parallelism off" in at_call(sequence_parallel=False)
     assert "2 dimensions" in at_call(hidden=(2, 4))
@@ -261,16 +266,14 @@ def test_each_reason_at_a_call():
 
 def test_gathered_logits_are_deferred_for_their_log_probs_alone():
     """FSDP's models return real ones: weights are gone, and hooks lost, after the model's call."""
-    from megatron_fused_ce.adapter import deferred_logits
-
     model = torch.nn.Linear(2, 2)
-    with deferred_logits.returned_to_caller(stock_path.reason_for_log_probs(model)):
-        assert at_call(gather_output=True) is None
+    with caller.returned_to_caller(stock_path.reason_for_log_probs(model)):
+        assert at_call(gather_output=True) == ""
     assert "runtime_gather_output" in at_call(gather_output=True)
     for mark in ("placements", "__fsdp_param__"):
         model = torch.nn.Linear(2, 2)
         setattr(model.bias, mark, True)
-        with deferred_logits.returned_to_caller(stock_path.reason_for_log_probs(model)):
+        with caller.returned_to_caller(stock_path.reason_for_log_probs(model)):
             assert "FSDP frees weights" in at_call(gather_output=True)
     assert stock_path.reason_for_log_probs(torch.nn.Linear.__new__(torch.nn.Linear)) == ""
     stock_path.refuse_log_probs(FusedCEConfig(logit_scale=0.5, skip_masked=True))
@@ -281,7 +284,7 @@ def test_gathered_logits_are_deferred_for_their_log_probs_alone():
 
 def test_gathered_logits_look_as_megatrons():
     """The whole vocabulary, in the dtype that --output-logit-dtype asks for."""
-    from megatron_fused_ce.adapter import deferred_logits, output_layer
+    from megatron_fused_ce.adapter import output_layer
 
     model = GPTModel()
     layer = model.output_layer
@@ -294,7 +297,7 @@ def test_gathered_logits_look_as_megatrons():
     hidden = torch.zeros(3, 1, 4, dtype=torch.bfloat16)
     for dtype in (torch.float32, None):
         layer.output_dtype = dtype
-        with deferred_logits.returned_to_caller():
+        with caller.returned_to_caller():
             logits, _ = model._postprocess(hidden, runtime_gather_output=True)
         assert (logits.shape, logits.dtype) == ((6, 1, 10), dtype or torch.bfloat16)
         assert model._postprocess(hidden, labels=True)[0].shape == (6, 1, 5)
@@ -306,10 +309,10 @@ def test_modelopts_hooks_are_known_on_joined_heads_alone(monkeypatch):
     distillation = types.SimpleNamespace(teacher_output_capture_fwd_hook=capture)
     monkeypatch.setitem(sys.modules, "modelopt.torch.distill.distillation_model", distillation)
     assert "may read or change the logits" in at_call(hooks=(capture,))
-    assert at_call(hooks=(capture,), fused_ce_joined=True) is None
+    assert at_call(hooks=(capture,), fused_ce_joined=True) == ""
     assert "may read or change the logits" in at_call(hooks=(capture, hook), fused_ce_joined=True)
     sharded = torch.zeros(6, 4)
     sharded.placements = ()
-    assert at_call(weight=sharded) is None
-    assert at_call(weight=sharded, fused_ce_joined=True) is None
+    assert at_call(weight=sharded) == ""
+    assert at_call(weight=sharded, fused_ce_joined=True) == ""
     assert "FSDP frees weights" in at_call(hooks=(capture,), weight=sharded, fused_ce_joined=True)

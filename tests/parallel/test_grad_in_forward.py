@@ -440,9 +440,9 @@ def test_an_all_masked_micro_batch(rank: Rank):
 @contextlib.contextmanager
 def telling(rank: Rank, words: str):
     """Rank 0 says once why a head is not ``grad_in_forward``; for no words nobody does."""
-    from megatron_fused_ce.adapter import report
+    from megatron_fused_ce.adapter import say
 
-    report._said.clear()
+    say._said.clear()
     with contextlib.redirect_stdout(io.StringIO()) as said:
         yield
     lines = [line for line in said.getvalue().splitlines() if "instead of grad_in_forward" in line]

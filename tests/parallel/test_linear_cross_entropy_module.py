@@ -1,14 +1,20 @@
-"""The output layer of Megatron's dev branch, and of forks of it: a subclass with a loss on request.
+"""The output layer of Megatron's dev branch: a subclass with a loss on request.
 
-Classes with its contract here; Megatron's own was run with docs/rl.md's frameworks.
+A class with its contract here; Megatron's own was run with docs/rl.md's frameworks.
 """
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import copy
+import importlib.util
+import sys
 import textwrap
-from types import ModuleType
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,7 +23,7 @@ from tests.support import megatron
 from tests.support.megatron import BATCH, NEWEST, SEQUENCE, VOCAB, Model, build, have_groups, of_core
 from tests.support.ranks import Rank, on_ranks
 
-#: As a module of Megatron's; ``{before}`` and ``{after}`` its super().forward are where forks differ.
+#: The module as a fork has it, in a form that nobody knows.
 SOURCE = """
     from megatron.core.models.gpt import gpt_model
     from megatron.core.tensor_parallel import ColumnParallelLinear
@@ -25,12 +31,10 @@ SOURCE = """
     class LinearCrossEntropyModule(ColumnParallelLinear):
         def forward(self, input_, weight=None, runtime_gather_output=None, output_cross_entropy_loss=False,
                     labels=None, reduction="none", ignore_index=-100):
-            {before}
             if output_cross_entropy_loss:
                 raise NotImplementedError("a Blackwell GPU's kernel")
-            made = super().forward(input_, weight, runtime_gather_output)
-            {after}
-            return made
+            weight = self.weight if weight is None else weight
+            return super().forward(input_, weight, runtime_gather_output)
 
     class GPTModel(gpt_model.GPTModel):
         def _postprocess(self, hidden_states, labels, loss_mask=None, **unused):
@@ -41,22 +45,33 @@ SOURCE = """
 """
 
 
-def of_source(before: str = "", after: str = "") -> Any:
-    module = ModuleType("megatron.core.a_test")
-    exec(  # noqa: S102
-        textwrap.dedent(SOURCE).format(before=before or "pass", after=after or "pass"), vars(module)
-    )
-    return module
+@contextlib.contextmanager
+def a_forks_module(folder: Path, rank: Rank) -> Iterator[Any]:
+    """The module in the place of Megatron's."""
+    from megatron_fused_ce.adapter import forms
+
+    file = folder / f"linear_cross_entropy{rank.rank}.py"
+    file.write_text(textwrap.dedent(SOURCE))
+    spec = importlib.util.spec_from_file_location(forms.LINEAR, file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    with patch.dict(sys.modules, {forms.LINEAR: module}):
+        yield module
 
 
-def adopted(model: Any, layer: type) -> Any:
+def adopted(model: Any, layer: type, trusts: bool = True) -> Any:
     import megatron_fused_ce
-    from megatron_fused_ce.adapter import import_hook, language_module
+    from megatron_fused_ce.adapter import forms, language_module
 
-    import_hook.install()
+    functions = dict(forms.definitions(ast.parse(textwrap.dedent(SOURCE))))
+    digest = forms.digest(functions["LinearCrossEntropyModule.forward"])
     model.output_layer.__class__ = layer
     config = megatron_fused_ce.FusedCEConfig(num_chunks=2)
-    language_module.adopt_output_layer(model, config)
+    megatron_fused_ce.enable(config, trust=[digest] if trusts else [])
+    try:
+        language_module.adopt_output_layer(model, config)
+    finally:
+        megatron_fused_ce.disable()
     return model
 
 
@@ -70,21 +85,20 @@ def step(model: Any, rank: Rank, labels: torch.Tensor) -> tuple[torch.Tensor, di
 
 @on_ranks(of_core(2, NEWEST))
 @pytest.mark.parametrize("as_loss", [False, True], ids=["logits", "loss"])
-@pytest.mark.parametrize("before", ["", "weight = self.weight if weight is None else weight"])
-def test_is_adopted(rank: Rank, before, as_loss):
+def test_is_adopted(rank: Rank, as_loss, tmp_path):
     have_groups(rank.size)
     labels = torch.arange(BATCH * SEQUENCE).view(BATCH, SEQUENCE).to(rank.device) * 7 % VOCAB
     if as_loss:
         labels[:, :3] = -100
     right, right_gradients = step(build(Model(), rank), rank, labels)
-    module = of_source(before)
-    model = build(Model(), rank)
-    if as_loss:
-        model.__class__ = module.GPTModel
-    keys = list(model.state_dict())
-    adopted(model, module.LinearCrossEntropyModule)
-    with megatron.counted() as seen:
-        losses, gradients = step(model, rank, labels)
+    with a_forks_module(tmp_path, rank) as module:
+        model = build(Model(), rank)
+        if as_loss:
+            model.__class__ = module.GPTModel
+        keys = list(model.state_dict())
+        adopted(model, module.LinearCrossEntropyModule)
+        with megatron.counted() as seen:
+            losses, gradients = step(model, rank, labels)
     assert seen.counts == (1, 0, 0)
     counts = labels >= 0
     assert (losses - right)[counts].norm() <= megatron.LOSS_BOUND * right[counts].norm()
@@ -99,36 +113,33 @@ def test_is_adopted(rank: Rank, before, as_loss):
 
 
 @on_ranks(of_core(1, NEWEST))
-def test_the_loss_of_an_unknown_caller_is_its_own(rank: Rank):
+def test_the_loss_of_an_unknown_caller_is_its_own(rank: Rank, tmp_path):
     have_groups(1)
-    layer = adopted(build(Model(), rank), of_source().LinearCrossEntropyModule).output_layer
-    hidden = torch.ones(SEQUENCE, BATCH, layer.input_size, device=rank.device)
-    labels = torch.zeros(BATCH, SEQUENCE, dtype=torch.int64, device=rank.device)
-    with pytest.raises(NotImplementedError, match="a Blackwell GPU's kernel"):
-        layer(hidden, output_cross_entropy_loss=True, labels=labels)
-    logits, bias = layer(hidden)
+    with a_forks_module(tmp_path, rank) as module:
+        layer = adopted(build(Model(), rank), module.LinearCrossEntropyModule).output_layer
+        hidden = torch.ones(SEQUENCE, BATCH, layer.input_size, device=rank.device)
+        labels = torch.zeros(BATCH, SEQUENCE, dtype=torch.int64, device=rank.device)
+        with pytest.raises(NotImplementedError, match="a Blackwell GPU's kernel"):
+            layer(hidden, output_cross_entropy_loss=True, labels=labels)
+        logits, bias = layer(hidden)
     assert isinstance(logits, torch.Tensor) and bias is None
 
 
 @on_ranks(of_core(1, NEWEST))
-@pytest.mark.parametrize(
-    "fork",
-    [
-        {"after": "made = made[0] * 2, None"},
-        {"after": "made[0].mul_(2)"},
-        {"before": "input_ = input_ * 2"},
-        {"before": "runtime_gather_output = True"},
-    ],
-    ids=str,
-)
-def test_a_fork_that_does_more_is_left_alone(rank: Rank, fork):
+def test_a_form_that_nobody_knows_is_left_alone(rank: Rank, tmp_path):
+    """The log names its digest; another class that does as much has none."""
     import megatron_fused_ce
 
     have_groups(1)
-    layer = of_source(**fork).LinearCrossEntropyModule
-    model = adopted(build(Model(), rank), layer)
-    assert type(model.output_layer) is layer
-    with pytest.raises(ValueError, match=r"its output layer is megatron\.core\.a_test"):
-        megatron_fused_ce.output_processor(
-            hidden_states=None, output_layer=model.output_layer, output_weight=None, labels=None
-        )
+    with a_forks_module(tmp_path, rank) as module, megatron.counted() as seen:
+        layer = module.LinearCrossEntropyModule
+        other = type("Other", (layer,), {"forward": lambda *given, **named: layer.forward(*given, **named)})
+        for kind, trusts in ((layer, False), (other, True)):
+            model = adopted(build(Model(), rank), kind, trusts)
+            assert type(model.output_layer) is kind
+            with pytest.raises(ValueError, match="its output layer is "):
+                megatron_fused_ce.output_processor(
+                    hidden_states=None, output_layer=model.output_layer, output_weight=None, labels=None
+                )
+    assert "LinearCrossEntropyModule.forward (" in seen.said and "digest " in seen.said
+    assert ".Other, whose " in seen.said

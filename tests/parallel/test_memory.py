@@ -155,8 +155,8 @@ def peaks_are_as_predicted(
         token_weights_known=True,
         logits_backend=logits_backend,
         device="cpu",
-        teacher_hidden_size=H_T if divergence else 0,
-        teacher_itemsize=dtype.itemsize if divergence else 0,
+        second_hidden_size=H_T if divergence else 0,
+        second_itemsize=dtype.itemsize if divergence else 0,
     )
     stored = num_chunks if strategy == "store" else 0
     cut = Cut.of_length(num_tokens // parts, C // parts), stored
@@ -183,7 +183,8 @@ def peaks_are_as_predicted(
         # grad_hidden is not the head's own: it may have the shape of a chunk's hidden states, or of all.
         alike = hidden.shape[0] // C if hidden.shape[0] in (C, num_tokens) else 0
         at_once = strategy == "store" and saves_e and trained
-        forward = memory.forward_memory(inputs, strategy, *cut)
+        facts = inputs, *cut, strategy == "grad_in_forward", at_once
+        forward = memory.memory_of(*facts, backward=False)
         compare(
             "forward",
             inputs,
@@ -197,7 +198,7 @@ def peaks_are_as_predicted(
         seen.reset()
         loss.backward(weights)
     if strategy != "grad_in_forward":
-        backward = memory.backward_memory(inputs, *cut, at_once)
+        backward = memory.memory_of(*facts, backward=True)
         compare("backward", inputs, merge, seen.peak, backward, alike)
         return
     # Made again for another upstream gradient: what the forward made is gone by then.
@@ -208,7 +209,7 @@ def peaks_are_as_predicted(
         gc.collect()  # as above
         seen.reset()
         loss.backward(weights.square())
-    again = memory.remade_memory(inputs, cut[0])
+    again = memory.memory_of(*facts, backward=True)
     compare("backward", inputs, merge, seen.peak, again, alike)
     assert seen.peak[torch.float32, V, H] == trained
 
@@ -230,12 +231,19 @@ def compare(
 
         tile_columns = scaled_exp.INTERPRETER_TILING.block_n
     num_tiles = -(-V // tile_columns)
-    logits = predicted.chunk_logits + predicted.kept_logits
-    beside = inputs.teacher_hidden_size > 0
-    of_teacher = C * inputs.teacher_itemsize * H_T if inputs.num_parts > 1 else 0
-    if predicted.teacher:
-        logits += predicted.teacher - of_teacher - memory.TEACHER_TOKEN_BYTES * C
-    hidden = predicted.scaled_hidden + predicted.gathered_hidden + predicted.unreduced_grad_hidden
+    logits = predicted.chunk_logits + predicted.stored_logits
+    beside = inputs.second_hidden_size > 0
+    of_teacher = C * inputs.second_itemsize * H_T if inputs.num_parts > 1 else 0
+    if predicted.second_product:
+        # Beside its logits: hidden states of the chunk, in the backward a copy of all, and statistics.
+        copy = e * H_T * (inputs.num_tokens // inputs.num_parts) if when == "backward" else 0
+        logits += predicted.second_product - of_teacher - copy - memory.SECOND_TOKEN_BYTES * C
+    sampled = ranks * -(-memory.SAMPLED_ROWS // ranks)
+    samples = int(ranks > 1 and when == "forward" and inputs.logits_backend == "scaled_exp")
+    hidden = predicted.hidden_states - samples * e * sampled * H
+    # Over several ranks the rest of the tokens' floats are merge buffers.
+    merge_bytes = predicted.token_floats - memory.CHUNK_TOKEN_BYTES * C
+    merge_bytes -= memory.TOKEN_BYTES * inputs.num_tokens
     tiles = 4 * C * -(-V // memory.TILE_COLUMNS)
     chunks = inputs.num_tokens // C
 
@@ -252,26 +260,25 @@ def compare(
     if beside:
         # A copy of a single chunk, made at the end of the forward, has that shape too.
         copies = inputs.config.strategy != "store" and inputs.num_tokens == C * inputs.num_parts
-        chunks_of_it = of_teacher // (e * C * H_T) if predicted.teacher else 0
+        chunks_of_it = of_teacher // (e * C * H_T) if predicted.second_product else 0
         alone = when == "forward" and not chunks_of_it
         expected = max(chunks_of_it, int(copies)) if alone else chunks_of_it + copies * (when != "forward")
         counted["[C, H_t]"] = (seen[dtype, C, H_T], expected)
     # Triton's interpreter and gloo hold on to the last arguments that they were given.
     if when == "forward":
-        # A sum and a maximum of each tile; what is left of the division are the marks.
-        counted["[tiles, C]"] = seen[fp32, num_tiles, C], predicted.tile_statistics // tiles
+        # A sum and a maximum of each tile.
+        counted["[tiles, C]"] = seen[fp32, num_tiles, C], predicted.tile_statistics / tiles
     if ranks > 1:
-        sampled = ranks * -(-memory.SAMPLED_ROWS // ranks)
-        counted["[S, H]"] = (seen[dtype, sampled, H], predicted.sampled_rows / (e * sampled * H))
+        counted["[S, H]"] = seen[dtype, sampled, H], samples
         if beside and when == "forward":
             # Both sides', at both temperatures; merged terms, as below, count among a teacher's floats.
             merges = ranks * seen[fp32, ranks, 4, 4 * C] + seen[fp32, 4, 4 * C]
-            counted["[R, 4, 4 C]"] = merges, predicted.merge_buffers / (64 * C) + 1
+            counted["[R, 4, 4 C]"] = merges, merge_bytes / (64 * C) + 1
         elif merge == "packed" and when == "forward":
             # A shard's statistics by the scaled-exp GEMM have a fifth row, which stays on this rank.
             merges = 16 * C * (ranks * seen[fp32, ranks, 4, C] + seen[fp32, 4, C] + seen[fp32, 5, C])
             # A merged chunk's terms have that shape too; they are counted among the tokens' floats.
             terms = 16 * C * saved_terms
-            counted["[R, 4, C] and [4, C]"] = (merges, predicted.merge_buffers + terms)
+            counted["[R, 4, C] and [4, C]"] = (merges, merge_bytes + terms)
     wrong = {name: pair for name, pair in counted.items() if pair[0] != pair[1]}
     assert not wrong, f"{when}, (there, predicted): {wrong}"

@@ -319,13 +319,13 @@ def test_layers_in_low_precision(rank: Rank, name, family):
 
     Transformer Engine's contexts are stand-ins, and the layers are Megatron's local ones, in bf16.
     """
-    from megatron_fused_ce.adapter import output_layer
+    from megatron_fused_ce.adapter import requests
 
     model = Model(family=family, mtp=1, dtype=torch.bfloat16, extra=LOW_PRECISION[name])
     have_groups(rank.size)
     entered: list[str] = []
     around_head = []
-    evaluate = output_layer.linear_cross_entropy
+    evaluate = requests.linear_cross_entropy
 
     def noted(*given: Any, **named: Any) -> Any:
         around_head.append(list(open_ones))
@@ -333,7 +333,7 @@ def test_layers_in_low_precision(rank: Rank, name, family):
 
     with pytest.MonkeyPatch.context() as patch, low_precision_contexts(patch, entered) as open_ones:
         off = train(model, rank)
-        patch.setattr(output_layer, "linear_cross_entropy", noted)
+        patch.setattr(requests, "linear_cross_entropy", noted)
         with flag() as seen:
             on = train(model, rank)
     assert set(entered) == {"get_fp4_context" if "fp4" in LOW_PRECISION[name] else "get_fp8_context"}

@@ -119,14 +119,14 @@ def test_off_against_on(rank: Rank, name):
 @on_ranks(of_core(2, NEWEST))
 def test_gathered_logits_of_a_shard(rank: Rank):
     """Their argmax is of the whole vocabulary; options of the loss are refused before any collective."""
-    from megatron_fused_ce.adapter import deferred_logits
+    from megatron_fused_ce.adapter import caller
 
     have_groups(rank.size)
     tokens, positions, _ = tokens_of(rank)
     expected = build(Model(), rank)(tokens, positions, None, runtime_gather_output=True)
     with flag(z_loss=1e-4), patched_caller(), Collectives({rank.group: "tp"}) as issued:
         on = build(Model(), rank)
-        with deferred_logits.returned_to_caller():
+        with caller.returned_to_caller():
             logits = on(tokens, positions, None, runtime_gather_output=True)
         before = len(issued.calls)
         with pytest.raises(ValueError, match="z_loss: the caller's log-probabilities are those of the plain"):
@@ -141,14 +141,14 @@ def test_gathered_logits_of_a_shard(rank: Rank):
 @on_ranks(of_core(2, NEWEST), of_core(2, megatron.INSTALLED))
 def test_float16_module_upcasts(rank: Rank):
     """Where its caller does not ask for the model's own dtype: fp32 log-probabilities of bf16 logits."""
-    from megatron_fused_ce.adapter import deferred_logits
+    from megatron_fused_ce.adapter import caller, deferred_logits
 
     have_groups(rank.size)
     model = Model(dtype=torch.bfloat16)
     tokens, positions, _ = tokens_of(rank)
     found = []
     for turn in (contextlib.nullcontext(), flag(logit_precision="activations")):
-        with turn, deferred_logits.returned_to_caller(), patched_caller():
+        with turn, caller.returned_to_caller(), patched_caller():
             logits = on_model(model, build(model, rank))(tokens, positions, None, runtime_gather_output=True)
             found.append(rl_utils.selective_log_softmax(logits[:, :-1], tokens[:, 1:]))
     assert isinstance(logits, deferred_logits.DeferredLogits)

@@ -26,7 +26,7 @@ def test_command_line(capsys):
     said = capsys.readouterr().out
     assert said.startswith(f"{chosen.strategy}, {chosen.chunks_in_words}: {chosen.why}\n")
     assert f"{chosen.predicted_peak_bytes / MIB:.1f} MiB" in said
-    assert f"gathered hidden       {chosen.memory.gathered_hidden / MIB:10.1f} MiB" in said
+    assert f"hidden states         {chosen.memory.hidden_states / MIB:10.1f} MiB" in said
     table = said.split("time\n")[1].split("\n\n")[0]
     rows = {line[2:].split()[0]: line for line in table.splitlines()}
     assert list(rows)[:4] == ["store", "grad_in_forward", "mixed", "recompute"]
@@ -57,12 +57,12 @@ def test_command_line_says_what_grad_in_forward_needs(flags, capsys):
 def test_a_teacher_beside_the_head(capsys):
     """As the op plans a divergence by the scaled-exp GEMM, which saves gradients of logits."""
     assert head_command.main(f"{LINE} --teacher-hidden 8192 --memory-mb 5000".split()) == 0
-    beside = {"teacher_hidden_size": 8192, "teacher_itemsize": 2, "saves_logits": True}
+    beside = {"second_hidden_size": 8192, "second_itemsize": 2, "saves_logits": True}
     facts = {"config": FusedCEConfig(memory_mb=5000), "device": "H200", "token_weights_known": True}
     chosen = plan(PlanInputs(32768, 4096, 128256, **beside, **facts))
     said = capsys.readouterr().out
     assert said.startswith(f"{chosen.strategy}, {chosen.chunks_in_words}: ")
-    assert f"  teacher               {chosen.memory.teacher / MIB:10.1f} MiB" in said
+    assert f"  second product        {chosen.memory.second_product / MIB:10.1f} MiB" in said
     assert f"{chosen.relative_time:6.3f}" in said
     assert "over four bare GEMMs (two of logits, two of gradients; recompute takes six)" in said
 

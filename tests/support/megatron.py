@@ -149,11 +149,11 @@ class Flag:
 def counted() -> Iterator[Flag]:
     """What happens inside, of which the :class:`Flag` knows at the end."""
     import megatron_fused_ce
-    from megatron_fused_ce.adapter import report
+    from megatron_fused_ce.adapter import say
 
     counters, seen, printed = megatron_fused_ce.counters(), Flag(), io.StringIO()
     counters.reset()
-    report._said.clear()
+    say._said.clear()
     try:
         with contextlib.redirect_stdout(printed):
             yield seen

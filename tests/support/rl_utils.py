@@ -59,6 +59,7 @@ def patched_caller(is_known: bool = True, **own: Any) -> Iterator[None]:
             form = forms.digest(written["selective_log_softmax"])
             patch.setitem(known_forms.FORMS[forms.RL], "selective_log_softmax", form)
         rl_logprobs.patch(this)
+        patch.setattr(this, import_hook._MARK, True, raising=False)
         yield
 
 
