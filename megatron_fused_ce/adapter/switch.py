@@ -59,8 +59,8 @@ def enable(
             trusted digests beside those given here; else the defaults.
         deferred_logits: a model called without labels returns deferred logits of this rank's part, for
             callers of :meth:`.DeferredLogits.log_probs`; any other use of them makes real ones.
-        trust: the same as ``--fused-ce-trust``: digests, from the log, of functions of Megatron that are not
-            known and that the head may stand in for.
+        trust: the same as ``--fused-ce-trust``: digests, from the log, of functions that are not known and
+            that the head may stand in for.
 
     Raises:
         TypeError: ``config`` is no :class:`FusedCEConfig`.

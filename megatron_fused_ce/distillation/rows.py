@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from megatron_fused_ce.distillation import rows_torch as divergence_torch
+from megatron_fused_ce.distillation.statistics import Scales, Terms, filled, put_label_logits, terms_of, tops
 from megatron_fused_ce.kernels.records import (
     NO_EXTRA,
-    NOT_HERE,
     ExtraStatistics,
     LabelTerm,
     Merged,
@@ -56,8 +56,6 @@ from megatron_fused_ce.ranks.phases import phase
 FP16_BITS = 8
 #: What ``grad_in_forward`` takes a row of reverse_kl's gradient to reach, whose KL it does not know yet.
 BOUND_AHEAD = 64.0
-#: So many nats below the teacher's largest logit one of -inf is taken to be: exp(-88) is next to nothing.
-FAR = 88.0
 
 
 class Teacher(NamedTuple):
@@ -99,28 +97,6 @@ class Teacher(NamedTuple):
 def _teacher(targets: Targets) -> Teacher:
     assert isinstance(targets.others, Teacher)
     return targets.others
-
-
-class _Terms(NamedTuple):
-    """What the gradient needs of a token, fp32 ``[C]`` each."""
-
-    top: Tensor  # records.Side of the student, and the next
-    log_sum: Tensor
-    teacher_top: Tensor  # of the teacher, and the next three
-    teacher_log_sum: Tensor
-    log_ratio: Tensor
-    beside: Tensor
-    mean: Tensor  # what reverse_kl and jsd subtract, over the whole vocabulary
-    row_scale: Tensor  # of the saved gradient: the inverse of fp16's factor
-    label: Tensor | None = None  # [4, C]: TokenTerms of the student at temperature 1
-
-    def stacked(self) -> Tensor:
-        rows = torch.stack(self[:8])
-        return rows if self.label is None else torch.cat((rows, self.label))
-
-    @staticmethod
-    def of(stacked: Tensor) -> _Terms:
-        return _Terms(*stacked[:8].unbind(0))._replace(label=stacked[8:] if len(stacked) > 8 else None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,38 +161,13 @@ class Divergence(LogitsBackend):
                     for (logits, _), side in zip(sides, (self.student, self.teacher), strict=True)
                 ]
         with phase("statistics"):
-            of_tops = self._tops(sides)
-            extra = ExtraStatistics(*(None if of[0] is None else _filled(of, every) for of in of_tops))
+            of_tops = tops(sides, self._scales)
+            extra = ExtraStatistics(*(None if of[0] is None else filled(of, every) for of in of_tops))
         shard = torch.cat([stats.shard for stats in every], dim=1)
         return Scores(RowStatistics(shard, extra=extra), beside=(sides[0][0], sides[1][0]))
 
-    def _tops(self, sides: list[tuple[Tensor, RowStatistics]]) -> zip[tuple[Tensor | None, ...]]:
-        """:class:`.ExtraStatistics` of the student and of the teacher, fp32 ``[C]`` each."""
-        found = []
-        columns = sides[0][1].argmax
-        for (logits, stats), (scale, softcap) in zip(sides, self._scales, strict=True):
-            assert columns is not None and stats.argmax is not None and stats.extra.rest is not None
-            top = _at(logits, stats.argmax)
-            # row_max has the rounding of a product.
-            lost = top.double() * scale - stats.row_max
-            peak = torch.ones_like(lost)
-            if softcap is None:
-                peak = torch.where(lost.isfinite(), lost.exp(), 1.0)
-            rest = stats.extra.rest * peak
-            high = rest.float()
-            found.append(
-                stats.extra._replace(
-                    rest=high,
-                    rest_low=(rest - high).float(),
-                    peak=peak.float(),
-                    top=top,
-                    beside=_at(sides[1][0], columns),
-                )
-            )
-        return zip(*found, strict=True)
-
     @property
-    def _scales(self) -> tuple[tuple[float, float | None], ...]:
+    def _scales(self) -> Scales:
         """Scale and softcap of each side's logits."""
         return tuple((side.logit_scale, side.outputs.softcap) for side in (self.student, self.teacher))
 
@@ -225,7 +176,7 @@ class Divergence(LogitsBackend):
     ) -> tuple[Tensor, RowStatistics]:
         stats = side.logits_gemm(hidden, weight, targets, sample, out).stats
         if self.with_labels and self.saves_logits:
-            _put_label_logits(out, targets, side.logit_scale, stats)
+            put_label_logits(out, targets, side.logit_scale, stats)
         return out, stats
 
     def _logits_again(self, side: LogitsBackend, hidden: Tensor, weight: Tensor, out: Tensor) -> None:
@@ -263,7 +214,7 @@ class Divergence(LogitsBackend):
     def settle(
         self, scores: Scores, targets: Targets, merged: Merged, matrix: Tensor | None, needs_grad: bool
     ) -> tuple[Merged, dict[str, Tensor]]:
-        """A chunk after its exchanges, with the gradient in ``matrix``: its terms (:meth:`_Terms.stacked`) in
+        """A chunk after its exchanges, with the gradient in ``matrix``: its terms (:meth:`.Terms.stacked`) in
         ``merged``, and its outputs, of the divergence this shard's part.
 
         Collectives: one SUM all-reduce ``[C]`` for reverse_kl and jsd, where a gradient is needed.
@@ -272,7 +223,7 @@ class Divergence(LogitsBackend):
         num_tokens = len(targets.labels)
         loss, terms = merged.loss.view(-1, num_tokens), merged.terms.view(4, -1, num_tokens)
         label = terms[:, 2 if self._labels_apart else 0] if self.with_labels else None
-        of_token = self._terms(merged.extra, terms[0], num_tokens, label)
+        of_token = terms_of(merged.extra, terms[0], num_tokens, label, self._scales)
         sums = None
         student, teacher = self._sides(scores.beside, of_token)
         with phase("statistics"):
@@ -308,46 +259,7 @@ class Divergence(LogitsBackend):
             loss = loss - others.label_weights.view(loss.shape) * made["log_prob"].view(loss.shape)
         return {**made, "loss": loss, "divergence": divergence}
 
-    def _terms(
-        self,
-        extra: ExtraStatistics,  # merged, of both sides
-        row_max: Tensor,  # [k, C]: of both sides first
-        num_tokens: int,
-        label: Tensor | None,
-    ) -> _Terms:
-        assert extra.rest is not None and extra.peak is not None
-        assert extra.top is not None and extra.beside is not None
-        rest, owners, top, beside = (
-            of.view(-1, num_tokens)[:2] for of in (extra.rest, extra.peak, extra.top, extra.beside)
-        )
-        # The largest may lie on several shards: any of their columns serves, where its p is 1/2 at most.
-        top, beside = top / owners, beside[0] / owners[0]
-        log_sums = []
-        for at, (scale, softcap) in enumerate(self._scales):
-            peak: Tensor | float = 1.0
-            if softcap is None:
-                peak = (top[at].double() * scale - row_max[at]).exp()
-            log_sum = torch.log1p(rest[at] / peak + (owners[at] - 1))
-            log_sums.append(log_sum + 0.0 * row_max[at])  # NaN for an infinite logit
-        # A class that the teacher excludes: another constant serves as well.
-        if self.teacher.outputs.softcap is None:
-            beside = torch.where(beside.isinf(), top[1] - FAR / self.teacher.logit_scale, beside)
-        of_student, of_teacher = log_sums
-        ratio, unknown = (of_student - of_teacher).float(), torch.zeros_like(of_student, dtype=torch.float32)
-        of_student, of_teacher = of_student.float(), of_teacher.float()
-        return _Terms(
-            top[0].float(),
-            of_student,
-            top[1].float(),
-            of_teacher,
-            ratio,
-            beside.float(),
-            unknown,
-            unknown,
-            label,
-        )
-
-    def _sides(self, logits: tuple[Tensor, ...], terms: _Terms) -> tuple[Side, Side]:
+    def _sides(self, logits: tuple[Tensor, ...], terms: Terms) -> tuple[Side, Side]:
         beside = None if self.kind == "forward_kl" else terms.beside
         of_student, of_teacher = self._scales
         teacher = logits[1], terms.teacher_top, terms.teacher_log_sum, *of_teacher
@@ -360,7 +272,7 @@ class Divergence(LogitsBackend):
         self,
         student: Side,
         teacher: Side,
-        terms: _Terms,
+        terms: Terms,
         targets: Targets,
         out: Tensor,
         with_sums: bool,
@@ -389,7 +301,7 @@ class Divergence(LogitsBackend):
             with_sums,
         )
 
-    def _row_scale(self, student: Side, teacher: Side, terms: _Terms, targets: Targets) -> Tensor:
+    def _row_scale(self, student: Side, teacher: Side, terms: Terms, targets: Targets) -> Tensor:
         """``[C]``: 1; for fp16 the inverse of the powers of two times which gradients are saved.
 
         Each entry of a row is at most 1, or ``KL + 1 / e`` for reverse_kl (docs/math.md), and of the label's
@@ -411,7 +323,7 @@ class Divergence(LogitsBackend):
     def bound_of(self, terms: Tensor | None, row_scale: Tensor | None, targets: Targets) -> Tensor:
         if row_scale is None:
             assert terms is not None
-            row_scale = _Terms.of(terms).row_scale
+            row_scale = Terms.of(terms).row_scale
         return row_scale * 2.0**FP16_BITS
 
     def bound_ahead(self, others: OrderedTargets | None) -> Tensor | float:
@@ -422,7 +334,7 @@ class Divergence(LogitsBackend):
 
     def finalize(self, matrix: Tensor, targets: Targets, scores: Scores, merged: Merged) -> Tensor:
         """The gradient is there (:meth:`settle`); 1, or the inverse of fp16's factors."""
-        return _Terms.of(merged.terms).row_scale.contiguous()
+        return Terms.of(merged.terms).row_scale.contiguous()
 
     def grad_from_saved(
         self,
@@ -457,7 +369,7 @@ class Divergence(LogitsBackend):
         gathered.wait()
         teacher_out = self._teacher_buffer(teacher_hidden, teacher_weight)
         self._logits_again(self.teacher, teacher_hidden, teacher_weight, teacher_out)
-        of_token = _Terms.of(terms)
+        of_token = Terms.of(terms)
         both = student_out, teacher_out
         student, teacher = self._sides(both, of_token)
         self._gradient(student, teacher, of_token, targets, out, False)
@@ -473,30 +385,9 @@ class Divergence(LogitsBackend):
         torch.mul(x.float(), scale.view(-1, 1) if scale.dim() else scale, out=out)
 
 
-def _put_label_logits(logits: Tensor, targets: Targets, logit_scale: float, stats: RowStatistics) -> None:
-    """Write the labels' logits into their columns, where the scaled-exp GEMM leaves -inf."""
-    _, _, _, of_label = stats.shard
-    assert targets.labels is not None
-    columns = targets.labels.clamp(0, logits.shape[1] - 1).unsqueeze(-1)
-    raw = torch.where(of_label == NOT_HERE, logits.gather(-1, columns).squeeze(-1), of_label / logit_scale)
-    logits.scatter_(-1, columns, raw.unsqueeze(-1).to(logits.dtype))
-
-
-def _at(logits: Tensor, columns: Tensor) -> Tensor:
-    """fp32 ``[C]``: one column of each row."""
-    columns = columns.clamp(max=logits.shape[1] - 1)  # a teacher may have less padding
-    return logits.gather(-1, columns.unsqueeze(-1)).squeeze(-1).float()
-
-
 def _natural(logit: Tensor, side: Side) -> Tensor:
     s = logit * side.scale
     return s if side.softcap is None else side.softcap * torch.tanh(s / side.softcap)
-
-
-def _filled(parts: tuple[Tensor | None, ...], every: list[RowStatistics]) -> Tensor:
-    """fp32 ``[k * C]``, one after the other, and zeros for those that have none."""
-    missing = [torch.zeros_like(every[0].row_max)] * (len(every) - len(parts))
-    return torch.cat([part for part in (*parts, *missing) if part is not None])
 
 
 def divergence_rows(device: torch.device) -> tuple[ModuleType, ModuleType]:

@@ -26,7 +26,7 @@ from megatron_fused_ce.adapter.deferred_logits import DeferredLogits
 from megatron_fused_ce.adapter.main_grad import open_grad_weight_for
 from megatron_fused_ce.adapter.requests import LossRequest, MaxAndIndices
 from megatron_fused_ce.adapter.token_weights import TokenWeights
-from megatron_fused_ce.head.grad_weight import InPlaceGradWeight, ReturnedGradWeight, kind_of
+from megatron_fused_ce.head.grad_weight import InPlaceGradWeight, ReturnedGradWeight
 
 ROOT = Path(__file__).resolve().parents[2]
 UNKNOWN = TokenWeights(None, "nobody said")
@@ -550,7 +550,7 @@ def add_three_chunks(accumulator):
 def test_main_grad_takes_the_gradient(main_grad_dtype, scaled):
     weight = weight_with(main_grad_dtype, grad_added_to_main_grad=False)
     opens = open_grad_weight_for(weight, True)
-    assert kind_of(opens) == ("main_grad" if main_grad_dtype == torch.float32 else "low_main_grad")
+    assert opens.kind == ("main_grad" if main_grad_dtype == torch.float32 else "low_main_grad")
     accumulator = opens(weight, 3, scaled)
     assert isinstance(accumulator, InPlaceGradWeight)
     total = add_three_chunks(accumulator)
