@@ -206,7 +206,7 @@ class GradCoefficients(NamedTuple):
 
     ``d / d s_j = factor * (exp(t_j) * (scale + entropy_scale * t_j) - smoothing_per_class)`` for ``t_j =
     s_j - row_max``, and ``-factor * neg_label_grad`` at the label. For the plain loss they are the
-    :class:`TokenTerms` themselves.
+    :class:`.TokenTerms` themselves.
     """
 
     row_max: Tensor

@@ -4,7 +4,7 @@ A persistent GEMM with TMA loads computes one tile of logits in fp32 registers a
 them, either
 
 * exponentiates it against a shift of its row and writes ``E = 2**(z2 - row_shift2 - tile_shift)`` in the
-  operands' dtype (or nothing at all) with the tile's row sums and maxima (:func:`scaled_exp`), or
+  operands' dtype (or nothing at all) with the tile's row sums and maxima (:func:`scaled_exp_gemm`), or
 * turns it into gradients of the logits with statistics that are known already
   (:func:`grad_logits_gemm`).
 

@@ -452,7 +452,7 @@ def tile_table(
     labels: Tensor,  # [C] int64, columns of this shard; other values are labels of other shards
     num_columns: int,
 ) -> Tensor:
-    """:attr:`RowPrologue.table` without the row shifts, for :func:`grad_logits_gemm`."""
+    """:attr:`RowPrologue.table` without the row shifts, for :func:`.grad_logits_gemm`."""
     num_rows = labels.shape[0]
     size, halves, num_tiles = _table_shape(num_rows, num_columns)
     table = torch.empty(size, dtype=torch.int32, device=labels.device)

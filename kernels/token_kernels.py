@@ -148,7 +148,7 @@ def shard_addends(
     shard: Tensor,  # [4, C] fp32: RowStatistics.shard, contiguous
     global_max: Tensor,  # [C] fp32
 ) -> Tensor:
-    """:func:`.loss.shard_addends`: ``[3, C]`` fp32."""
+    """:func:`.statistics.shard_addends`: ``[3, C]`` fp32."""
     num_rows = global_max.shape[0]
     terms = torch.empty((3, num_rows), dtype=torch.float32, device=global_max.device)
     grid = (ceil_div(num_rows, BLOCK),)
@@ -160,7 +160,7 @@ def token_loss(
     terms: Tensor,  # [3, C] fp32, summed over the shards
     global_max: Tensor,  # [C] fp32
 ) -> tuple[Tensor, Tensor]:
-    """:func:`.loss.token_loss`: loss ``[C]`` and its terms ``[4, C]``, fp32."""
+    """:func:`.statistics.token_loss`: loss ``[C]`` and its terms ``[4, C]``, fp32."""
     num_rows = global_max.shape[0]
     loss = torch.empty_like(global_max)
     saved = terms.new_empty((4, num_rows))
@@ -170,7 +170,7 @@ def token_loss(
 
 
 def merge_shards(shards: Tensor) -> Merged:
-    """:func:`.loss.merge_shards` of ``[R, 4, C]`` fp32, contiguous."""
+    """:func:`.statistics.merge_shards` of ``[R, 4, C]`` fp32, contiguous."""
     num_shards, _, num_rows = shards.shape
     loss = torch.empty(num_rows, dtype=torch.float32, device=shards.device)
     saved = loss.new_empty((4, num_rows))

@@ -91,7 +91,7 @@ _fit_scalar = Launch(_fit_scalar_kernel, num_warps=16)
 
 
 def scaled_weights(weights: Tensor, bits: int, factor: float) -> Tensor:
-    """:func:`.scaling.scale_token_weights` of contiguous ``weights``, any shape: fp32."""
+    """:func:`.fp16.scale_token_weights` of contiguous ``weights``, any shape: fp32."""
     out = torch.empty(weights.shape, dtype=torch.float32, device=weights.device)
     _scaled_weights((1,), (weights, out), (weights.numel(), bits, float(factor)), BLOCK=BLOCK)
     return out

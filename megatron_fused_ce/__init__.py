@@ -13,11 +13,6 @@ Shape letters, the same in every file, kernel and document:
 ``n``   tokens of this rank's part: ``T / R`` with sequence parallelism, else ``T``
 ======  ==========================================================================
 
-Read the code in this order: :mod:`.op`, :mod:`.call`, :mod:`.autograd`, :mod:`.forward` (whose first page is
-one chunk, step by step), :mod:`.backward`, :mod:`.overlap`, :mod:`.logits`, :mod:`.loss`, :mod:`.losses`,
-:mod:`.parallel`, :mod:`.wgrad`, :mod:`.promise`, :mod:`.planner`, :mod:`.head_bytes`; then :mod:`.adapter`
-for Megatron.
-
 Names are imported when they are first used: the hook that waits for Megatron can then be installed
 while Python starts, before torch can be imported.
 """

@@ -54,7 +54,7 @@ class FusedCEConfig:
     #: they are not; ``auto``: not with the scaled-exp GEMM, but with the row kernels.
     logit_precision: str = "auto"
     #: Leave tokens of weight 0 out of every GEMM; needs ``token_weights``, and the host waits for the number
-    #: of the others (:mod:`.masked_tokens`). No token is left out while a CUDA graph is captured.
+    #: of the others (:mod:`.head.tokens`). No token is left out while a CUDA graph is captured.
     skip_masked: bool = False
     #: Compare shapes and options over the ranks on every call, not only on the first, and look for NaN among
     #: token weights and a teacher's log-probabilities above 0. Shards of unequal sizes need it where the

@@ -22,7 +22,7 @@ from megatron_fused_ce.ranks.collectives import VocabParallel, collective_device
 
 @dataclass(frozen=True, eq=False)
 class Distillation(OtherTargets):
-    """The arguments of :func:`.op.fused_linear_distillation` beside those of every call."""
+    """The arguments of :func:`.fused_linear_distillation` beside those of every call."""
 
     hidden: Tensor  # [s, b, H_t] or [T, H_t], without a gradient; this rank's part with sequence_parallel
     weight: Tensor  # [V_t, H_t]
@@ -91,7 +91,7 @@ class Distillation(OtherTargets):
         return choose.why_not_here(config, self.hidden, self.weight)
 
     def check_shards(self, call: Call, vocab_start: int, comm: VocabParallel, compares: bool) -> None:
-        """Collectives: those of :func:`.parallel.raise_if_any`, where the ranks compare."""
+        """Collectives: those of :func:`.raise_if_any`, where the ranks compare."""
         words = why_not_one_cut(
             call.weight.shape[0], self.weight.shape[0], vocab_start, call.config.true_vocab_size, comm.size
         )

@@ -61,8 +61,8 @@ def compared(
 ) -> Settled:
     """This call's arguments compared over the ranks of its group; ``error``: what this rank found wrong.
 
-    ``of_rank``, collectives and errors are those of :func:`.parallel.compare`; ``more`` must be equal
-    on every rank, too. With ``config.debug_checks`` then those of :func:`.parallel.compare_numbers`, for all
+    ``of_rank``, collectives and errors are those of :func:`.agreement.compare`; ``more`` must be equal
+    on every rank, too. With ``config.debug_checks`` then those of :func:`.agreement.compare_numbers`, for all
     tensors with a number for each token.
     """
     assert comm.group is not None

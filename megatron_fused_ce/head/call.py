@@ -32,7 +32,7 @@ DEFAULT_CONFIG = FusedCEConfig()
 class OtherTargets:
     """What tokens are compared with beside one label each. This one: nothing.
 
-    A subclass is a frozen dataclass: :class:`.SeveralLabels`, :class:`.Distillation`.
+    A subclass is a frozen dataclass, such as :class:`.SeveralLabels`.
     """
 
     #: the loss in the place of a label's
@@ -69,7 +69,7 @@ class OtherTargets:
         return self
 
     def of_head(self) -> Hashable:
-        """What makes another head of it, in :func:`_head_of`."""
+        """What makes another head of it to the ranks' agreement."""
         return None
 
     def check(self, call: Call, num_ranks: int) -> None:

@@ -94,7 +94,7 @@ def spec_of(call: Call) -> Spec:
     Whether the ranks compare a call depends on what its group has seen, never on whether a spec was there:
     one rank may have dropped it, or have a tensor at another alignment.
 
-    Collectives: those of :func:`.parallel.compare`, where :meth:`.GroupHistory.compares` says so.
+    Collectives: those of :func:`.agreement.compare`, where :meth:`.GroupHistory.compares` says so.
 
     Raises:
         TypeError, ValueError: an argument does not fit; on every rank where the call is compared.
@@ -313,7 +313,7 @@ def _choose(call: Call, why_not_here: str) -> tuple[LogitsBackend, str]:
 #: Devices that plans differ on; of ranks with several the last one counts.
 _DEVICES = ("cpu", "Hopper", "other GPU")
 
-#: What depends on this rank's machine and memory, and plans on it (see :func:`.parallel.compare`).
+#: What depends on this rank's machine and memory, and plans on it (see :func:`.agreement.compare`).
 _NO_FACTS = {"device": 0, "wgrad_accumulator": 0, "without_scaled_exp": 0}
 
 

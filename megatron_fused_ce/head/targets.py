@@ -81,7 +81,7 @@ def in_token_order(per_token: Tensor, labels: Tensor, num_parts: int) -> Tensor:
 def inv_temperature_of(temperature: float | Tensor, labels: Tensor, comm: VocabParallel) -> Tensor | None:
     """The inverse of a temperature per token, ``[parts, n]`` fp32; None for a single temperature.
 
-    Collectives: those of :func:`.parallel.raise_if_any`, with a temperature per token.
+    Collectives: those of :func:`.raise_if_any`, with a temperature per token.
     """
     if not isinstance(temperature, Tensor):
         return None

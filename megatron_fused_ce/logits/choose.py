@@ -106,7 +106,7 @@ def why_not_scaled_exp(
 def why_not_here(config: FusedCEConfig, tokens: Tensor, weight: Tensor) -> str:
     """Why this rank's device, shard or request rules out the scaled-exp GEMM; empty if nothing does.
 
-    Other ranks of a group may find something else: :func:`.parallel.compare` settles it for all. The
+    Other ranks of a group may find something else: :func:`.agreement.compare` settles it for all. The
     memory of ``tokens`` is no reason: :func:`must_copy` copies them. ``auto`` takes it on :data:`MEASURED`
     GPUs alone, a name on any that can run it; asked for by name, Triton's interpreter may serve on a CPU, in
     any dtype but bf16.

@@ -11,7 +11,7 @@ The statistics leave the label with the largest logit out of their sum, so that 
 a confident token. Each entry is written once, from its log-probability: ``p - 1`` is ``expm1(log p)``.
 ``own`` is the sum of the ``at`` of the labels of that column, ``others`` of all others.
 
-Bytes beside the row kernels': :data:`.head_bytes.CHUNK_LABEL_BYTES` for each label of a chunk.
+Bytes beside the row kernels': :data:`.planner.memory.CHUNK_LABEL_BYTES` for each label of a chunk.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ Cross-entropy is ``at = 1``, z-loss ``alpha = 2 z lse``; label smoothing has a `
 ``eps``. The label's own entry is ``at * (p_y - 1)``, from the statistic ``1 - p_y``, which has all its digits
 where a token is confident.
 
-:mod:`.label` has the terms of a loss, :mod:`.outputs` what may be asked for beside it; :mod:`.form`
-puts the terms of one call together; :mod:`.check` compares a term with autograd. Derivations: docs/math.md.
-Terms of your own: docs/losses.md.
+:mod:`.label` has the terms of a loss, :mod:`.outputs` what may be asked for beside it and all terms of one
+call; :mod:`.check` compares a term with autograd. Derivations: docs/math.md. Terms of your own:
+docs/losses.md.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def fused_linear_cross_entropy(
     reduce-scatter of ``grad_hidden`` (sequence parallelism) or one all-reduce. With ``grad_in_forward`` this
     reduction is in the forward; the backward begins with a MAX all-reduce of one int64 (of three with
     ``skip_masked``, which has it with every strategy), and has the rest where the promise is broken. Their
-    order: :mod:`.forward`, :mod:`.backward`; the same on every rank.
+    order: :mod:`.head.loop`; the same on every rank.
 
     Source: vocab-parallel cross-entropy, Shoeybi et al. 2019 (arXiv:1909.08053); chunking and
     recomputation of the logits: docs/design.md.

@@ -104,7 +104,7 @@ class SeveralLabels(OtherTargets):
         return LabelSetRows(**vars(base))
 
     def in_order(self, call: Call, comm: VocabParallel, vocab_start: int, remakes: bool) -> LabelSet:
-        """Collectives: those of :func:`.parallel.raise_if_any`, of a teacher with ``config.debug_checks``."""
+        """Collectives: those of :func:`.raise_if_any`, of a teacher with ``config.debug_checks``."""
         ids, log_probs, config = self.ids, self.log_probs, call.config
         if config.debug_checks and log_probs is not None:
             wrong = ((ids >= 0) & (log_probs > 0)).any()

@@ -93,7 +93,7 @@ def token_log_probs(
             log-probability 0 without a gradient, and leaves the entropy as it is.
         active_mask: bool, ``[b, s]`` or ``[T]``, the same on every rank. Tokens outside it (prompts, tool
             output, padding) take part in no GEMM of either pass: their results are all 0, without a gradient.
-            The host waits for the number of the others (:mod:`.masked_tokens`).
+            The host waits for the number of the others (:mod:`.head.tokens`).
         batch_first: True where hidden states of three dimensions are ``[b, s, H]``; None is False, ``[s, b,
             H]``. Labels are ``[b, s]`` with both.
         reduce_grad_hidden: sum ``grad_hidden`` over ``tp_group`` in the backward. False leaves this rank's

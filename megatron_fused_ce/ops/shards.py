@@ -23,9 +23,9 @@ class Shards(NamedTuple):
 
     @staticmethod
     def agreed(call: Call, comm: VocabParallel, error: Exception | None, more: dict[str, int]) -> Shards:
-        """Those of a call that the ranks compare; ``error`` and ``more``: see :func:`.call.compared`.
+        """Those of a call that the ranks compare; ``error`` and ``more``: see :func:`.agree.compared`.
 
-        Collectives: those of :func:`.call.compared`; the host waits.
+        Collectives: those of :func:`.agree.compared`; the host waits.
 
         Raises:
             TypeError, ValueError: on every rank, where one is wrong or the ranks differ.

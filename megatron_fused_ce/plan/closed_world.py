@@ -48,7 +48,7 @@ def _fuses_softmax(given: Any) -> bool:
 FILE = Path(__file__).with_name("arguments.tsv")
 #: Programs that train what a plan counts.
 PROGRAMS = ("pretrain_gpt.py", "pretrain_mamba.py", "pretrain_hybrid.py")
-#: Facts of a launch (:mod:`megatron_arguments`' values), by the words of the file.
+#: Facts of a launch (:mod:`.megatron_arguments`' values), by the words of the file.
 CONDITIONS: dict[str, Callable[[Any], bool]] = {
     "engine": lambda given: given.transformer_impl == "transformer_engine",
     "flash": flash_attention,

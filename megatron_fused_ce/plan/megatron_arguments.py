@@ -1,7 +1,7 @@
 """Megatron's own arguments that decide how many bytes a GPU holds, and the setting from them.
 
-Names, kinds and defaults are those of ``arguments.tsv`` (:mod:`closed_world`), the newest version's; here are
-the types, and what each means.
+Names, kinds and defaults are those of ``arguments.tsv`` (:mod:`.closed_world`), the newest version's; here
+are the types, and what each means.
 """
 
 from __future__ import annotations

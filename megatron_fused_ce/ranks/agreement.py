@@ -70,7 +70,7 @@ class GroupHistory:
     unequal: bool = False
     #: Head -> the values that its ranks agreed on at the last call that compared.
     heads: dict[Hashable, Settled] = field(default_factory=dict)
-    #: Kind of call -> its :class:`.call.CallSpec`.
+    #: Kind of call -> its :class:`.head.spec.Spec`.
     specs: dict[Hashable, Any] = field(default_factory=dict)
     #: Heads whose upstream gradient was not what its token weights promised. Their plans are others, so that
     #: a head must be the same value on every rank.

@@ -3,7 +3,7 @@
 All collectives go over the tensor-parallel group, in the same order on every rank, whatever the data. Those
 of one of several chunks are asynchronous: on GPUs they run on one side stream of this package, behind all
 work that the current stream holds at the call, and the current stream waits where a result is read
-(:mod:`.overlap` decides when). The side stream has a high priority: its kernels get the first SMs that a
+(:mod:`.head.buffers` decides when). The side stream has a high priority: its kernels get the first SMs that a
 running GEMM frees. Over gloo the host waits for each collective, which goes through its memory. No
 collective is left running when a forward or a backward returns, so other users of the group never meet one.
 """
@@ -154,7 +154,7 @@ class VocabParallel:
     ``num_parts`` ranks hold different tokens of a chunk: ``R`` with sequence parallelism, else 1.
     """
 
-    #: weak: a :class:`.CallSpec` holds this, and the group's own history the spec
+    #: weak: a :class:`.head.spec.Spec` holds this, and the group's own history the spec
     _group: ref[dist.ProcessGroup] | None
     size: int
     rank: int
@@ -204,7 +204,7 @@ class VocabParallel:
     def coalesced(self, device: torch.device) -> AbstractContextManager[None]:
         """Coalesce the collectives started inside into one launch at the end; wait for them only after it.
 
-        Two separate launches would not fit into one gap between GEMMs: see :mod:`.overlap`.
+        Two separate launches would not fit into one gap between GEMMs: see :mod:`.head.buffers`.
         """
         if self.size == 1 or not self.beside or device.type != "cuda":
             return nullcontext()

@@ -68,7 +68,7 @@ class Step:
     """A micro-batch of a head whose ``grad_weight`` ends as asked, and what it leaves."""
 
     def __init__(self, dtype, strategy, end, options=None, rank=None, sequence_parallel=False):
-        """``rank``: a :class:`.runner.Rank`, whose shard and part this is; None for the whole."""
+        """``rank``: a :class:`.rank_process.Rank`, whose shard and part this is; None for the whole."""
         inputs = make_inputs(
             "odd-labels",
             s=8,

@@ -46,7 +46,7 @@ class MicroBatch:
     """A micro-batch of its own of one weight; this rank's rows and tokens of both."""
 
     def __init__(self, strategy, seed, weight=None, *, rank=None, sp=False, **options):
-        """``rank``: a :class:`.runner.Rank`; None for the whole. ``options``: of the config."""
+        """``rank``: a :class:`.rank_process.Rank`; None for the whole. ``options``: of the config."""
         device = "cpu" if rank is None else rank.device
         inputs = make_inputs("plain", **SIZES, dtype=torch.float32, seed=seed, device=device)
         at, size = (0, 1) if rank is None else (rank.rank, rank.size)
