@@ -305,8 +305,10 @@ def _is_of_library(found: Any, owner: Any, name: str, defined_in: str) -> bool:
         return _is_torchs_apply(found, cls) and all(
             _source_of(getattr(cls, step), _TE_LOSS, f"CrossEntropyFunction.{step}")[1] for step in steps
         )
+    # A collective. torch may have a decorator of another library around one that it renames.
     module = found.__globals__.get("__name__") if type(found) is FunctionType else ""
-    return str(module).startswith(f"{defined_in}.")
+    collectives = vars(sys.modules["torch.distributed"]).values()
+    return str(module).startswith("torch.distributed.") or any(found is each for each in collectives)
 
 
 def where(found: Any) -> str:
