@@ -46,13 +46,14 @@ def patched_caller(is_known: bool = True, **own: Any) -> Iterator[None]:
     Args:
         own: functions that stood in their place before.
     """
-    from megatron_fused_ce.adapter import forms, known_forms, rl_logprobs
+    from megatron_fused_ce.adapter import forms, import_hook, known_forms, rl_logprobs
 
     this = sys.modules[__name__]
     with pytest.MonkeyPatch.context() as patch:
         for name in ("get_logprobs", "selective_log_softmax"):
             patch.setattr(this, name, own.get(name, getattr(this, name)))
         patch.setitem(sys.modules, forms.RL, this)
+        patch.setattr(this, import_hook._MARK, True, raising=False)
         if is_known:
             written = dict(forms.definitions(ast.parse(Path(__file__).read_text())))
             form = forms.digest(written["selective_log_softmax"])
