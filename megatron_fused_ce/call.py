@@ -44,6 +44,7 @@ from megatron_fused_ce.parallel import (
 from megatron_fused_ce.promise import UNNAMED, Head, broken_promise
 from megatron_fused_ce.validation import check_call, check_requested, check_temperature
 from megatron_fused_ce.wgrad import Later, OpenGradWeight, ReturnedGradWeight, kind_of
+from megatron_fused_ce.words import in_words
 
 DEFAULT_CONFIG = FusedCEConfig()
 
@@ -554,6 +555,7 @@ def check_arguments(call: Call, comm: VocabParallel) -> None:
             "strategy 'grad_in_forward' makes the gradients in the forward and needs token_weights, the "
             "weights that the loss will be multiplied by; give them, or use 'store' or 'recompute'"
         )
+    _must_agree(call)  # over one rank, too, where nothing is compared
 
 
 def _choose(call: Call, why_not_here: str) -> tuple[LogitsBackend, str]:
@@ -650,7 +652,7 @@ def _must_agree(call: Call) -> dict[str, str]:
     rows_differ = call.weight[:0] if isinstance(call.weight, Tensor) else None
     words["weight"] = _in_words(rows_differ)
     words["vocab_start given"] = str(call.vocab_start is not None)
-    return words | {name: repr(value) for name, value in vars(call.config).items()}
+    return words | {name: in_words(value) for name, value in vars(call.config).items()}
 
 
 def _grad_mode(call: Call) -> str:
@@ -660,11 +662,11 @@ def _grad_mode(call: Call) -> str:
 
 
 def _in_words(value: Any) -> str:
-    """Text that is compared across ranks: a value's repr, for tensors dtype, shape and requires_grad."""
+    """Text that is compared across ranks, for tensors dtype, shape and requires_grad."""
     if isinstance(value, OtherTargets):
         return ", ".join(f"{name} {_in_words(given)}" for name, given in value.arguments.items())
     if not isinstance(value, Tensor):
-        return repr(value)
+        return in_words(value)
     grad = ", requires grad" if value.requires_grad else ""
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}{grad}"
 

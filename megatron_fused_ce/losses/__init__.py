@@ -28,6 +28,7 @@ from torch import Tensor
 
 from megatron_fused_ce.kernels.records import NOT_HERE, ExtraStatistics, GradCoefficients, Merged
 from megatron_fused_ce.loss import TokenTerms
+from megatron_fused_ce.words import in_words
 
 #: Names of this package by their modules.
 _NAMES = {
@@ -316,9 +317,13 @@ class Term:
         return {name: getattr(self, name) for name in (*named, *vars(self))}
 
     def in_words(self) -> str:
-        """The same on every rank that has the same term, and on no other."""
+        """The same on every rank that has the same term, and on no other.
+
+        Raises:
+            TypeError: an attribute cannot be compared (:func:`.words.in_words`).
+        """
         if self.parts[0] is self:
-            inside = [f"{name}={value!r}" for name, value in self.attributes.items()]
+            inside = [f"{name}={in_words(value)}" for name, value in self.attributes.items()]
         else:
             inside = [str(getattr(self, "factor", "")), *(term.in_words() for term in self.parts)]
         return f"{type(self).__qualname__}({', '.join(inside)})"

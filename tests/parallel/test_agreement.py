@@ -7,7 +7,8 @@ import contextlib
 import gc
 import warnings
 import weakref
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -25,6 +26,7 @@ from megatron_fused_ce import (
 from megatron_fused_ce.call import Call
 from megatron_fused_ce.kernels import gemm_variants
 from megatron_fused_ce.logits import choose
+from megatron_fused_ce.losses import Pull, Rows, Term
 from megatron_fused_ce.op import HeadOutputs, linear_cross_entropy
 from megatron_fused_ce.parallel import RankDisagreement, history_of
 from megatron_fused_ce.rl import masked_token_log_probs, token_log_probs
@@ -481,6 +483,28 @@ def two_labels(head: OneHead, differs: bool) -> torch.Tensor:
     return torch.stack((head.labels, per_token(head, differs).long()), 1)
 
 
+@dataclass(frozen=True)
+class Shaped(Term):
+    """A user's, of a function."""
+
+    shape: Any
+    gives = ("at",)
+
+    def value(self, rows: Rows) -> torch.Tensor:
+        return rows.loss
+
+    def pull(self, rows: Rows, upstream: Any) -> Pull:
+        return Pull(at=upstream)
+
+
+def power(of: Any) -> Any:
+    return lambda x: x**of
+
+
+def shaped(head: OneHead, shape: Any) -> Any:
+    return head(terms=(("loss", Shaped(shape)),))
+
+
 #: A call, told whether it is to differ on this rank, and what the error says.
 DIFFERENT: dict[str, tuple[Any, str]] = {
     "no_grad": (graded, "grad mode: on; off"),
@@ -498,7 +522,18 @@ DIFFERENT: dict[str, tuple[Any, str]] = {
         lambda head, differs: log_probs(head, labels=two_labels(head, differs)),
         "numbers in labels",
     ),
-}
+    "a closure": (lambda head, differs: shaped(head, power(3 if differs else 2)), "disagree on terms"),
+    "a function within": (
+        lambda head, differs: shaped(head, {"of": [power(torch.cos if differs else torch.sin)]}),
+        "disagree on terms",
+    ),
+    "a partial": (
+        lambda head, differs: shaped(head, partial(power, of=3 if differs else 2)), "disagree on terms"
+    ),
+    "a method": (
+        lambda head, differs: shaped(head, (3.0 if differs else 2.0).hex), "disagree on terms"
+    ),
+}  # fmt: skip
 
 
 @on_ranks(2)
@@ -510,3 +545,16 @@ def test_what_one_rank_has_of_its_own_is_named(rank: Rank, what) -> None:
     with pytest.raises(RankDisagreement, match=words):
         made(call, is_last(rank))
     made(call, False)
+
+
+ADDRESSES = {"an object": object(), "a closure": power(object()), "a list": [torch.Generator()]}
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("name", ADDRESSES)
+def test_what_has_nothing_but_an_address_is_refused(rank: Rank, name) -> None:
+    """Over one rank, too; the next call is in step."""
+    call = OneHead(rank)
+    with pytest.raises(TypeError, match="by its address alone, which ranks cannot compare"):
+        shaped(call, ADDRESSES[name])
+    shaped(call, max)
