@@ -263,7 +263,7 @@ class VocabParallel:
         if self.size > 1:
             _start(dist.all_reduce, value, beside=self.beside, op=dist.ReduceOp.MAX, group=self.group).wait()
 
-    def delay_next_product(self, device: torch.device) -> None:
+    def delay_next_gemm(self, device: torch.device) -> None:
         """Hold the next matrix product back for some microseconds, until the collective just started has its
         SMs; only where the order of launch does not see to it."""
         if self.size == 1 or device.type != "cuda":
