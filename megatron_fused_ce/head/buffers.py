@@ -40,7 +40,7 @@ from torch import Tensor
 
 from megatron_fused_ce.head.fp16 import scale_
 from megatron_fused_ce.head.tokens import Tokens
-from megatron_fused_ce.logits import LogitsBackend, LogitsGrad
+from megatron_fused_ce.logits import LogitsGrad
 from megatron_fused_ce.planner.chunks import Chunk
 from megatron_fused_ce.ranks.collectives import DONE, VocabParallel, Work
 from megatron_fused_ce.ranks.phases import phase
@@ -194,14 +194,6 @@ class GradHidden:
         for chunk, row_scale, upstream in self._scales:
             torch.mul(row_scale, upstream, out=whole[chunk.start : chunk.stop])
         return self._rows, (whole,)
-
-    def finish(self, logits: LogitsBackend) -> Tensor:
-        """Wait for all reductions, scale the rows, and return ``grad_hidden`` ``[n, H]``."""
-        rows, scales = self.reduced()
-        if scales:
-            with phase("grad-hidden"):
-                logits.scale_rows(rows, scales[0], rows, *scales[1:])
-        return rows
 
     def _wait(self, but: int) -> None:
         """Wait for all but the last ``but`` reductions under way."""

@@ -327,7 +327,10 @@ def backward(
     if grad_weight is not None and matrix is not None and hidden_states.all_tokens is not None:
         with phase("grad-weight"):
             grad_weight.add(matrix, hidden_states.all_tokens)
-    rows = None if grad_hidden is None else grad_hidden.finish(logits)
+    rows, scales = (None, ()) if grad_hidden is None else grad_hidden.reduced()
+    if rows is not None and scales:
+        with phase("grad-hidden"):
+            logits.scale_rows(rows, scales[0], rows, *scales[1:])
     if grad_weight is None:
         return rows, None
     with phase("grad-weight"):

@@ -46,7 +46,7 @@ def returned(
     ignored: Tensor | None,  # bool [parts, n]
     in_batch: tuple[int, int] | None,  # (b, s) for outputs [b, s]; None for [T]
 ) -> list[Tensor]:
-    """All outputs in the labels' layout, in the order of their terms.
+    """All outputs in the order of their terms and in the labels' layout, ``[T]`` or ``[b, s]``, K at the end.
 
     None of them is a view: autograd would forbid the caller to change it in place.
     """
@@ -57,25 +57,19 @@ def returned(
             output = kept.put_back(output, term.per_label)
         if ignored is not None and term.of_label:
             output.masked_fill_(ignored.reshape(output.shape[term.per_label :]), 0.0)
-        if in_batch is not None and in_batch[0] == 1 and output.dim() == 1 and not output._is_view():
-            made.append(output.unsqueeze_(0))  # one operator in place of two
-            continue
-        output = in_labels_layout(output, in_batch, term.per_label)
+        if in_batch is None:
+            output = output.flatten(1).t() if term.per_label else output.flatten()
+        elif term.per_label:
+            output = output.view(len(output), *in_batch[::-1]).permute(2, 1, 0)
+        elif in_batch[0] > 1:
+            output = output.reshape(in_batch[::-1]).t()
+        elif output.dim() == 1 and not output._is_view():
+            output = output.unsqueeze_(0)  # in place: no view to be copied
+        else:
+            output = output.reshape(in_batch)
+        output = output.contiguous()
         made.append(output.data if output._is_view() else output)
     return made
-
-
-def in_labels_layout(per_token: Tensor, in_batch: tuple[int, ...] | None, per_label: bool = False) -> Tensor:
-    """Reorder results from token order to ``[T]`` or ``[b, s]``; of ``[K, ...]`` the K goes to the end."""
-    if per_label:
-        if in_batch is None:
-            return per_token.flatten(1).t().contiguous()
-        b, s = in_batch
-        return per_token.view(len(per_token), s, b).permute(2, 1, 0).contiguous()
-    if in_batch is None:
-        return per_token.flatten()
-    b, s = in_batch
-    return per_token.reshape(b, s) if b == 1 else per_token.reshape(s, b).t().contiguous()
 
 
 def upstream_of(

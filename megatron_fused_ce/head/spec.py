@@ -56,6 +56,7 @@ class Spec(NamedTuple):
     vocab_start: int
     grad_hidden: bool  # whether the hidden states get a gradient
     grad_weight: bool  # whether the weight does
+    needs_grad: bool  # whether one of them does
     #: the strategy: the first ``num_stored`` chunks keep their logits; gradients are made in the forward; one
     #: GEMM over all tokens makes grad_weight
     num_stored: int
@@ -63,17 +64,10 @@ class Spec(NamedTuple):
     one_wgrad_gemm: bool
     #: whether the hidden states gathered last are kept for the backward
     keeps_last: bool
+    #: whether the backward makes logits of some chunk again, from labels and statistics
+    remakes: bool
     head: HeadOfGroup
     history: GroupHistory
-
-    @property
-    def needs_grad(self) -> bool:
-        return self.grad_hidden or self.grad_weight
-
-    @property
-    def remakes(self) -> bool:
-        """Whether the backward makes logits of some chunk again, from labels and statistics."""
-        return self.needs_grad and self.num_stored < len(self.tokens.chunks)
 
     def promise_was_broken(self) -> None:
         """Plan later calls of this head without token weights, and tell the user once."""
@@ -176,6 +170,7 @@ def _make(call: Call, history: GroupHistory) -> Spec:
     grad_hidden = torch.is_grad_enabled() and call.hidden.requires_grad
     grad_weight = torch.is_grad_enabled() and call.weight.requires_grad
     needs_grad = grad_hidden or grad_weight
+    remakes = needs_grad and plan.remakes
     return Spec(
         comm=comm,
         plan=plan,
@@ -186,10 +181,12 @@ def _make(call: Call, history: GroupHistory) -> Spec:
         vocab_start=vocab_start,
         grad_hidden=grad_hidden,
         grad_weight=grad_weight,
+        needs_grad=needs_grad,
         num_stored=plan.stored_chunks if needs_grad else 0,
         in_forward=plan.in_forward and needs_grad,
         one_wgrad_gemm=plan.wgrad_at_once and grad_weight,
-        keeps_last=plan.saves_last_hidden and (grad_weight or (needs_grad and plan.remakes)),
+        keeps_last=plan.saves_last_hidden and (grad_weight or remakes),
+        remakes=remakes,
         head=head,
         history=history,
     )
