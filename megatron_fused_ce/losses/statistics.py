@@ -1,8 +1,8 @@
 """One token's statistics, merged over the shards, and its plain loss; :mod:`.losses` has every other one.
 
 :mod:`.logits` makes the statistics, :mod:`.ranks.collectives` merges those of the shards; here is
-``[C]``-sized arithmetic in plain PyTorch. :mod:`.kernels.token_kernels` has ``merge_shards``, ``shard_addends`` and
-``token_loss`` in one launch each.
+``[C]``-sized arithmetic in plain PyTorch. :mod:`.kernels.token_kernels` has ``merge_shards``,
+``shard_addends`` and ``token_loss`` in one launch each.
 
 For a token with logits ``z`` over the whole vocabulary, label ``y``, ``m = max z``::
 
