@@ -31,9 +31,11 @@ _PARTS = f"{_PARALLEL}.utils"
 _NATIVE = f"{_CORE}fusions.fused_cross_entropy"
 _TE = f"{_CORE}extensions.transformer_engine"
 LINEAR = f"{_CORE}transformer.linear_cross_entropy"
+_OF_LINEAR = f"{_CORE}fusions.fused_linear_cross_entropy"
 _STATE = f"{_CORE}parallel_state"
 _UTILS = f"{_CORE}utils"
 _TE_LOSS = "transformer_engine.pytorch.cross_entropy"
+_APEX = "fused_weight_gradient_mlp_cuda"
 
 #: What a call of an autograd function runs.
 _STEPS = "apply forward backward"
@@ -78,7 +80,13 @@ LOOKED_AT = (
     Row("any", _LAYERS, _UTILS, "", "get_tensor_model_parallel_group_if_none"),
     Row("any", _LAYERS, _STATE, "", "get_global_memory_buffer"),
     Row("any", _LAYERS, "torch", "", "torch dist_all_gather_func dist_reduce_scatter_func"),
-    Row("any", LINEAR, LINEAR, "LinearCrossEntropyModule", "forward"),
+    Row("any", _LAYERS, _APEX, "", _APEX),
+    Row(
+        "any", LINEAR, LINEAR, "LinearCrossEntropyModule",
+        "forward _compute_linear_and_cross_entropy_loss",
+    ),
+    Row("any", LINEAR, _OF_LINEAR, "", "linear_cross_entropy"),
+    Row("any", _OF_LINEAR, _OF_LINEAR, "LinearCrossEntropy", _STEPS),
     Row("any", _TE, _TE, "", "te_general_gemm"),
     Row("any", _MAPPINGS, _MAPPINGS, "_CopyToModelParallelRegion", _STEPS),
     Row("any", _MAPPINGS, _MAPPINGS, "_GatherFromModelParallelRegion", _STEPS),

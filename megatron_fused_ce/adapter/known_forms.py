@@ -17,6 +17,11 @@ FORMS = {
         "calculate_predicted_logits": "3ea0885db1264082",
         "fused_vocab_parallel_cross_entropy": "d76e00311c000db3",
     },
+    "megatron.core.fusions.fused_linear_cross_entropy": {
+        "LinearCrossEntropy.backward": "38a29f2c32e280d8",
+        "LinearCrossEntropy.forward": "76f990181336471c",
+        "linear_cross_entropy": "52fb3975ed1eae3a",
+    },
     "megatron.core.models.common.language_module.language_module": {
         "LanguageModule.compute_language_model_loss":
         "08c8365487383539 096a24913d36e2a4 162ab5cb32545051 80bc34fc47005be6 97a43e4bed577170 "
@@ -81,6 +86,8 @@ FORMS = {
         "split_tensor_along_last_dim": "3462ff9dd81a2ed1",
     },
     "megatron.core.transformer.linear_cross_entropy": {
+        "LinearCrossEntropyModule._compute_linear_and_cross_entropy_loss":
+        "5b01f48b0d66c388 6d3e5aae88c8f0a3 ",
         "LinearCrossEntropyModule.forward": "76dfaa564598b89b f3d3d3f897fb62f3",
     },
     "megatron.core.utils": {

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from megatron_fused_ce.head import loop, promise
 from megatron_fused_ce.head.call import Call
@@ -66,6 +65,24 @@ def differentiated_once(backward: Callable[..., Gradients]) -> Callable[..., Gra
     return once
 
 
+def take_apart(structure: Any, tensors: list[Tensor | None]) -> Any:
+    """Append the tensors of nested tuples, and Nones, to ``tensors``; the structure with None for each."""
+    parts: list[Any] = []
+    for part in structure:
+        if isinstance(part, tuple):
+            parts.append(take_apart(part, tensors))
+        else:
+            tensors.append(part)
+            parts.append(None)
+    return tuple.__new__(type(structure), parts)
+
+
+def put_together(structure: Any, tensors: Iterator[Tensor | None]) -> Any:
+    """The inverse of :func:`take_apart`. (torch's pytree takes five times as long.)"""
+    parts = [next(tensors) if part is None else put_together(part, tensors) for part in structure]
+    return tuple.__new__(type(structure), parts)
+
+
 class FusedLinearCrossEntropy(torch.autograd.Function):
     """Hidden states and weight in, losses and requested outputs out."""
 
@@ -102,7 +119,8 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
             ctx.hidden_shape = hidden.shape
             # The input itself where it can be, which autograd knows.
             ctx.saves_input = kept is None and not spec.copies[0]
-            tensors, ctx.structure = pytree.tree_flatten((saved, ignored, kept))
+            tensors: list[Tensor | None] = []
+            ctx.structure = take_apart((saved, ignored, kept), tensors)
             ctx.save_for_backward(hidden if ctx.saves_input else flat, weight, *tensors)
         outputs = spec.logits.outputs
         results = returned(whole, outputs, kept, ignored, in_batch)
@@ -122,7 +140,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         if all(grad is None for grad in grads):
             return None, None, *no_others
         hidden, weight, *tensors = ctx.saved_tensors
-        saved, ignored, kept = pytree.tree_unflatten(tensors, ctx.structure)
+        saved, ignored, kept = put_together(ctx.structure, iter(tensors))
         spec, tokens, made, device = ctx.spec, ctx.tokens, ctx.made, weight.device
         ctx.made = None
         upstream = upstream_of(grads, spec.logits.outputs, tokens.num_parts, ignored)

@@ -29,14 +29,15 @@ from megatron_fused_ce.planner.memory import (
     sums_grad_weight,
 )
 
-#: Tokens of a chunk on a Hopper GPU, which a word of its name says: the fastest of 2048 to 32768 for each
-#: strategy at T = 32768, H = 4096, V = 128256 (store 1.007 of three GEMMs, grad_in_forward 1.016, recompute
-#: 0.998 of its four), and about the fastest at H = 2048, V = 151936 (2026-11-21-h200-chunks.md,
-#: 2026-11-23-h100-sweep.md). On others, but for ``store``: 4096 lose 1 to 3 % there, with half of the memory.
+#: Tokens of a chunk on a Hopper GPU: the fastest of 2048 to 32768 for each strategy at T = 32768, H = 4096,
+#: V = 128256 (store 1.007 of three GEMMs, grad_in_forward 1.016, recompute 0.998 of its four), and within the
+#: spread of the fastest at H = 2048, V = 151936 (2026-11-21-h200-chunks.md, 2026-11-23-h100-sweep.md). Other
+#: devices take 4096, except for ``store``: 1 to 3 % slower on an H200, with half of the memory.
 FAST_CHUNK, UNMEASURED_CHUNK = 8192, 4096
+#: A Hopper GPU has one of these words in its name.
 HOPPER = frozenset({"Hopper", "H100", "H200", "GH200", "H800", "H20"})
-#: Shortest chunks: of 1024 tokens 13 to 20 % are lost to the passes over grad_weight. Only ``recompute`` goes
-#: on to 256 if nothing longer fits; the GEMMs of shorter ones are inefficient.
+#: Shortest chunks: those of 1024 tokens lose 13 to 20 % to the passes over grad_weight. ``recompute``, and a
+#: strategy asked for by name, go on to 256 if nothing longer fits; GEMMs of fewer tokens are inefficient.
 SHORTEST_FAST_CHUNK, SHORTEST_CHUNK = 1024, 256
 #: Chunks that the planner chooses are whole tiles of the GEMMs.
 TILE_TOKENS = 128
@@ -50,8 +51,8 @@ SWEEP_TOKENS_PER_BYTE = 355 / 12
 #: The row kernels read the logits twice and write them once, in (this / H) of the three GEMMs' time.
 ROWS_HIDDEN_SIZE = 172
 #: FLOP of a call from which ``auto`` takes ``grad_in_forward`` on a GPU. Its backward waits once for the
-#: host, and the GPU has nothing to do until the host has launched what follows: 0.4 to 1 ms. Over the time of
-#: three GEMMs it takes, and ``store`` (H100, H = 1024, V = 32064): 7.4 and 5.5 at T = 512, 3.4 and 2.3 at
+#: host, and the GPU has nothing to do until the host has launched what follows: 0.4 to 1 ms. Times of it and
+#: of ``store`` over that of three GEMMs (H100, H = 1024, V = 32064): 7.4 and 5.5 at T = 512, 3.4 and 2.3 at
 #: 2048, 1.4 and 1.0 at 8192 (1.6 TFLOP), 1.28 and 1.05 at 16384 (3.2 TFLOP; ``recompute`` 1.43).
 SMALLEST_FLOP_TO_WAIT = 3e12
 WAITS_IN_WORDS = "grad_in_forward waits for the host in each backward, which a head this small shows"
@@ -295,7 +296,7 @@ def _cuts(inputs: PlanInputs, strategy: str) -> list[Cut]:
     # Chunks of about equal size, so that the last one is not tiny, and of whole tiles.
     counts = dict.fromkeys(max(1, -(-tokens // size)) for size in (longest, *sizes))
     tile = TILE_TOKENS // math.gcd(TILE_TOKENS, parts)
-    steps = (-(-math.ceil(tokens_per_rank / count) // tile) * tile for count in counts)
+    steps = (-(-tokens_per_rank // (count * tile)) * tile for count in counts)
     return [Cut.of_length(tokens_per_rank, min(step, tokens_per_rank) or longest) for step in steps]
 
 

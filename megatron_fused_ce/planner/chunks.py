@@ -29,7 +29,7 @@ class Cut:
 
     num_tokens: int
     count: int  # of chunks; 0 for an empty part
-    longest: int  # chunk, in tokens
+    longest: int  # tokens of the longest chunk
     equal: bool  # whether lengths differ by one token at most; else only the last chunk is shorter
 
     @classmethod

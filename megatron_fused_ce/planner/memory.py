@@ -10,8 +10,8 @@ in bf16), ``u`` uses of the head whose forwards all come before the backwards::
     stored_logits    u*e*S*V        logits, or E, of the S tokens that are stored: store all, mixed some
     grad_weight_sum  n*4*V*H        grad_weight in fp32. n is u with grad_in_forward; else it is 1 if the
                                     wgrad accumulator cannot take every chunk (sums_grad_weight), or 0
-    hidden_states    n*e*C*H        n is 1 for a chunk with scaled rows, of which the GEMM of E makes
-                                    grad_weight; with sequence parallelism up to 3 + u, for gathered chunks
+    hidden_states    n*e*C*H        n is 1 for a chunk with scaled rows, which the GEMM of grad_weight reads
+                                    beside E; with sequence parallelism up to 3 + u, for gathered chunks
                                     and one of grad_hidden before its reduction. And e*T*H if one GEMM makes
                                     grad_weight of all tokens; e*64*H of the weight over several ranks
     tile_statistics  n*8*C*V/256    of the scaled-exp GEMM's forward. n is 1, or 2 over several ranks
@@ -137,15 +137,14 @@ class PlanInputs:
 
     @property
     def saves_e(self) -> bool:
-        """Whether the rows of what is stored get factors in the backward: of ``E``, or of a gradient beside a
-        second product."""
+        """Whether the backward scales what is stored by row: ``E``, or with a second product the gradient."""
         if self.second_hidden_size:
             return self.dtype != "float16"
         return self.logits_backend == "scaled_exp" and not self.saves_logits
 
     @property
     def scales_hidden(self) -> bool:
-        """Whether these factors go to rows of hidden states, for the GEMM that makes ``grad_weight``."""
+        """Whether these scales are put on hidden states, for the GEMM that makes ``grad_weight``."""
         return self.saves_e and self.trained
 
     @property
