@@ -81,15 +81,15 @@ def _block(
     ``--recompute-modules`` drops of it. ``own_norm``: no product of Transformer Engine runs the norm
     (``layernorm`` means those alone).
     """
-    model, asked, row = setting.model, setting.training.recompute.modules, row_bytes(setting)
-    parts = {"input": row, "norm output": row, **inner}
-    if model.post_norms:
-        parts["post norm input"] = row
-    if setting.training.hidden_dropout:
-        parts["dropout mask"] = MASK * model.hidden_size / setting.parallel.sequence_parts
-    dropped = {name for module in asked for name in modules.get(module, ())} & parts.keys()
-    if "layernorm" in asked and (own_norm or not setting.training.transformer_engine):
-        dropped.add("norm output")
+    model, training, row = setting.model, setting.training, row_bytes(setting)
+    parts = {
+        **{"input": row, "norm output": row, **inner, "post norm input": row * model.post_norms},
+        "dropout mask": MASK * row / setting.itemsize * training.hidden_dropout,
+    }
+    parts = {name: size for name, size in parts.items() if size}
+    alone = {"norm output"} if own_norm or not training.transformer_engine else set()
+    modules = {**modules, "layernorm": alone}
+    dropped = {name for module in training.recompute.modules for name in modules.get(module, ())}
     norms = [Weight((model.norm_size,))] * (1 + model.post_norms)
     return Block((*weights, *norms), parts, frozenset(dropped), backward)
 
@@ -104,53 +104,52 @@ def gathered_row(setting: Setting) -> float:
     return setting.itemsize * setting.model.hidden_size * (setting.parallel.sequence_parts > 1)
 
 
-def _softmax(setting: Setting) -> dict[str, float]:
-    """What attention keeps of a token's softmax: one fp32 a head; or its scores against the sequence, with
-    dropout its mask and its result, too."""
-    training = setting.training
-    an_entry = setting.itemsize * (1 + training.attention_dropout) + MASK * training.attention_dropout
-    a_head = FP32 if training.flash_attention else an_entry * training.sequence
-    return {"softmax": a_head * setting.model.num_attention_heads / setting.parallel.tensor}
+def _softmax(setting: Setting, query: int) -> tuple[float, float]:
+    """What attention keeps of a token's softmax, and what its backward sums beside the gradients.
+
+    One fp32 a head, and fp32 gradients of the queries; or the scores against the sequence, with dropout its
+    mask and its result, too, and two gradients of scores.
+    """
+    training, e, t = setting.training, setting.itemsize, setting.parallel.tensor
+    heads = setting.model.num_attention_heads
+    if training.flash_attention:
+        return FP32 * heads / t, FP32 * query / t
+    an_entry = e * (1 + training.attention_dropout) + MASK * training.attention_dropout
+    return an_entry * heads / t * training.sequence, 2 * e * heads * training.sequence / t
 
 
 def _angles(setting: Setting, size: int) -> float:
-    """Without the fused kernel each rotation keeps a cosine and a sine of its own, one for all sequences of a
+    """Cosines and sines that each rotation without the fused kernel keeps, one for all sequences of a
     micro-batch (Megatron's rope_utils.py)."""
-    return 2 * 2 * setting.itemsize * size / setting.training.micro_batch
-
-
-def _inside(setting: Setting, query: int) -> float:
-    """What attention's backward sums, over all ranks: fp32 gradients of the queries, or the scores' two."""
-    if setting.training.flash_attention:
-        return FP32 * query
-    return 2 * setting.itemsize * setting.model.num_attention_heads * setting.training.sequence
+    rotates = not setting.training.rope_fusion
+    return rotates * 2 * 2 * setting.itemsize * size / setting.training.micro_batch
 
 
 def _attention(setting: Setting) -> Block:
     """Multi-head attention with grouped queries."""
-    model, training, e, t = setting.model, setting.training, setting.itemsize, setting.parallel.tensor
-    hidden, heads = model.hidden_size, model.num_attention_heads
-    query, key_value = heads * model.head_dim, 2 * model.num_query_groups * model.head_dim
-    rows = query + key_value
-    weights = [Weight((rows, hidden), divided=True), Weight((hidden, query), divided=True)]
-    if model.linear_bias or model.qkv_bias:
-        weights.append(Weight((rows,), divided=True))
-    if model.linear_bias:
-        weights.append(Weight((hidden,)))
-    if model.qk_norm:
-        weights += [Weight((model.head_dim * (1 if model.rms_norm else 2),))] * 2
-    inner = {"queries, keys, values": e * rows / t, "attention output": e * query / t}
-    inner |= _softmax(setting)
+    model, e, t = setting.model, setting.itemsize, setting.parallel.tensor
+    hidden, query = model.hidden_size, model.num_attention_heads * model.head_dim
+    key_value = 2 * model.num_query_groups * model.head_dim
+    rows, norms = query + key_value, [Weight((model.head_dim * (1 if model.rms_norm else 2),))] * 2
+    weights = [
+        *(Weight((rows, hidden), divided=True), Weight((hidden, query), divided=True)),
+        *[Weight((rows,), divided=True)] * (model.linear_bias or model.qkv_bias),
+        *[Weight((hidden,))] * model.linear_bias,
+        *norms * model.qk_norm,
+    ]
+    softmax, sums = _softmax(setting, query)
     queries_keys = e * (query + key_value / 2) / t
-    if model.rotary and not training.flash_attention:
-        # The rotated copies; values are a view of all three, which stay as they are.
-        inner["rotated queries, keys"] = queries_keys
-    if model.rotary and not training.rope_fusion:
-        inner["cosines, sines"] = _angles(setting, model.head_dim)
-    if model.qk_norm:
-        inner["queries, keys before their norm"] = queries_keys
-    # Gradients of output, queries, keys and values; fp32 sums of the queries', or the scores' two.
-    backward = (e * (2 * query + key_value) + _inside(setting, query)) / t
+    inner = {
+        "queries, keys, values": e * rows / t,
+        "attention output": e * query / t,
+        "softmax": softmax,
+        # Of flash attention no copies; values are a view of all three, which stay as they are.
+        "rotated queries, keys": queries_keys * (model.rotary and not setting.training.flash_attention),
+        "cosines, sines": _angles(setting, model.head_dim) * model.rotary,
+        "queries, keys before their norm": queries_keys * model.qk_norm,
+    }
+    # Gradients of output, queries, keys and values.
+    backward = e * (2 * query + key_value) / t + sums
     return _block(setting, weights, inner, backward, {"core_attn": {"softmax"}})
 
 
@@ -161,23 +160,25 @@ def _latent_attention(setting: Setting) -> Block:
     hidden, heads, low_query = model.hidden_size, model.num_attention_heads, latent.q_lora_rank or 0
     query, value = heads * (latent.qk_head_dim + latent.qk_pos_emb_head_dim), heads * latent.v_head_dim
     low_key = latent.kv_lora_rank + latent.qk_pos_emb_head_dim
-    weights = [Weight((query, low_query or hidden), divided=True), Weight((low_key, hidden))]
-    weights += [Weight((low_query, hidden))] if low_query else []
-    if model.qk_norm:
-        weights.append(Weight(((low_query + latent.kv_lora_rank) * (1 if model.rms_norm else 2),)))
-    weights.append(Weight((heads * latent.qk_head_dim + value, latent.kv_lora_rank), divided=True))
-    weights.append(Weight((hidden, value), divided=True))
-    angles = 0.0 if setting.training.rope_fusion else _angles(setting, latent.qk_pos_emb_head_dim)
+    norm = (low_query + latent.kv_lora_rank) * (1 if model.rms_norm else 2)
+    weights = [
+        *(Weight((query, low_query or hidden), divided=True), Weight((low_key, hidden))),
+        *[Weight((low_query, hidden))] * bool(low_query),
+        *[Weight((norm,))] * model.qk_norm,
+        Weight((heads * latent.qk_head_dim + value, latent.kv_lora_rank), divided=True),
+        Weight((hidden, value), divided=True),
+    ]
+    softmax, sums = _softmax(setting, query)
+    angles = _angles(setting, latent.qk_pos_emb_head_dim)
     inner = {
         # before and behind their norms
         "low-rank vectors": 2 * e * (low_query + low_key) / setting.parallel.sequence_parts + angles,
         "queries, keys, values": e * (2 * query + value) / t,
         "attention output": e * value / t,
-        **_softmax(setting),
+        "softmax": softmax,
     }
-    backward = (e * (2 * query + 2 * value) + _inside(setting, query)) / t
     modules = {"core_attn": {"softmax"}, "mla_up_proj": {"queries, keys, values"}}
-    return _block(setting, weights, inner, backward, modules, own_norm=True)
+    return _block(setting, weights, inner, e * (2 * query + 2 * value) / t + sums, modules, own_norm=True)
 
 
 def _mlp_weights(model: DecoderSizes, rows: int, experts: int = 0) -> list[Weight]:
@@ -201,9 +202,9 @@ def _mlp(setting: Setting) -> Block:
     activation = setting.itemsize * rows / setting.parallel.tensor
     first, gathered = (1 + model.gated) * activation, gathered_row(setting)
     backward = max(gathered + activation, first, gathered + setting.itemsize * model.hidden_size - activation)
-    again = {"first product", "activation"}
-    again |= {"norm output"} if setting.training.transformer_engine else set()
     inner = {"first product": first, "activation": activation}
+    # Transformer Engine's first product has the norm in it.
+    again = {*inner, *["norm output"] * setting.training.transformer_engine}
     return _block(setting, _mlp_weights(model, rows), inner, backward, {"mlp": again})
 
 
@@ -214,7 +215,7 @@ def _experts(setting: Setting) -> Block:
     assert mixture is not None
     e, num, shared = setting.itemsize, mixture.num_experts, mixture.shared_ffn_hidden_size
     weights = [Weight((num, model.hidden_size)), *_mlp_weights(model, mixture.ffn_hidden_size, num)]
-    weights += _mlp_weights(model, shared) if shared else []
+    weights += _mlp_weights(model, shared) * bool(shared)
     # Rows of a rank's experts for one token.
     sent = e * mixture.load * mixture.topk * parallel.expert_tensor / parallel.tensor
     activation = sent * mixture.ffn_hidden_size / parallel.expert_tensor
@@ -224,12 +225,10 @@ def _experts(setting: Setting) -> Block:
         "dispatched tokens": dispatched,
         "first product": first,
         "activation": activation,
-    }
-    if not model.gated:
         # The router's weight is multiplied in behind it; a gate's fused kernel keeps neither.
-        inner["activation before its weight"] = activation
-    if shared:
-        inner["shared expert"] = e * (2 + model.gated) * shared / parallel.tensor
+        "activation before its weight": activation * (not model.gated),
+        "shared expert": e * (2 + model.gated) * shared / parallel.tensor,
+    }
     # As an MLP's over the dispatched tokens, whose gradients are sorted by expert in a copy first.
     backward = max(2 * dispatched, dispatched + activation, first)
     acts = {"activation", "activation before its weight"}
@@ -271,8 +270,7 @@ _BUILDERS: Mapping[str, Callable[[Setting], Block]] = {
 
 def kinds(setting: Setting) -> dict[str, Block]:
     """The blocks of a model, by their letters."""
-    model = setting.model
-    letters = set("".join(set(layers(model))) + prediction_layer(model))
+    letters = set("".join(set(layers(setting.model))) + prediction_layer(setting.model))
     return {letter: _BUILDERS[letter](setting) for letter in letters}
 
 

@@ -77,23 +77,19 @@ class DecoderSizes:
     state_space: StateSpace | None = None
 
     def __post_init__(self) -> None:
-        if self.num_attention_heads % self.num_query_groups:
+        heads, groups, mixture = self.num_attention_heads, self.num_query_groups, self.mixture
+        if heads % groups:
             raise ValueError(
-                f"{self.num_attention_heads} attention heads cannot be divided into "
-                f"{self.num_query_groups} query groups: give --num-query-groups a divisor of them"
+                f"{heads} attention heads cannot be divided into {groups} query groups: give "
+                "--num-query-groups a divisor of them"
             )
-        if self.pattern and len(self.pattern) != self.num_layers:
+        if mixture and not 1 <= mixture.topk <= mixture.num_experts:
             raise ValueError(
-                f"the hybrid pattern has {len(self.pattern)} layers and --num-layers says "
-                f"{self.num_layers}: leave out --num-layers"
+                f"--moe-router-topk {mixture.topk} of {mixture.num_experts} experts: give 1 or more, and no "
+                "more than there are"
             )
-        if self.mixture and not 1 <= self.mixture.topk <= self.mixture.num_experts:
-            raise ValueError(
-                f"--moe-router-topk {self.mixture.topk} of {self.mixture.num_experts} experts: "
-                "give 1 or more, and no more than there are"
-            )
-        if self.mixture and len(self.mixture.layers) != self.num_layers:
-            raise ValueError(f"--moe-layer-freq lists {len(self.mixture.layers)} layers of {self.num_layers}")
+        if mixture and len(mixture.layers) != self.num_layers:
+            raise ValueError(f"--moe-layer-freq lists {len(mixture.layers)} layers of {self.num_layers}")
 
     @property
     def norm_size(self) -> int:
@@ -136,25 +132,26 @@ class Parallel:
 
     def chunk_layers(self, num_layers: int) -> list[int]:
         """Layers of each model chunk, in the order of the model. ``ValueError`` where they do not divide."""
-        if self.layout:
-            if sum(self.layout) != num_layers or len(self.layout) != self.pipeline * self.chunks:
-                raise ValueError(
-                    f"--pipeline-model-parallel-layout has {sum(self.layout)} layers in {len(self.layout)} "
-                    f"parts; there are {num_layers} layers and {self.pipeline} stages: change one of them"
-                )
+        layers, parts = sum(self.layout), len(self.layout)
+        if self.layout and (layers, parts) == (num_layers, self.pipeline * self.chunks):
             return list(self.layout)
+        if self.layout:
+            raise ValueError(
+                f"--pipeline-model-parallel-layout has {layers} layers in {parts} parts; there are "
+                f"{num_layers} layers and {self.pipeline} stages: change one of them"
+            )
         ends = {0: self.first_stage_layers, self.pipeline - 1: self.last_stage_layers}
-        given = {stage: layers for stage, layers in ends.items() if layers is not None}
+        given = {stage: number for stage, number in ends.items() if number is not None}
         counted = num_layers + sum(self.ends_count)
         a_stage = (counted - sum(given.values())) // max(1, self.pipeline - len(given))
         stages = [given.get(stage, a_stage) for stage in range(self.pipeline)]
         if sum(stages) != counted or any(n < 1 or n % self.chunks for n in stages):
+            virtual = f" of {self.chunks} virtual ones each" if self.chunks > 1 else ""
             raise ValueError(
-                f"{num_layers} layers cannot be divided into {self.pipeline} pipeline stages"
-                + (f" of {self.chunks} virtual ones each" if self.chunks > 1 else "")
-                + ": give --decoder-last-pipeline-num-layers, or another number of stages"
+                f"{num_layers} layers cannot be divided into {self.pipeline} pipeline stages{virtual}: give "
+                "--decoder-last-pipeline-num-layers, or another number of stages"
             )
-        chunks = [layers // self.chunks for layers in stages] * self.chunks
+        chunks = [number // self.chunks for number in stages] * self.chunks
         chunks[0] -= self.ends_count[0]
         chunks[-1] -= self.ends_count[1]
         return chunks

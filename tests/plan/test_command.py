@@ -447,7 +447,7 @@ def test_what_a_script_lacks_is_asked_for_and_what_it_has_not_is_an_error(tmp_pa
     assert plan_of([*plan, "--seq-length", "64", "--gpus", "2"]).notes == []
     # Without the parser of bash.
     monkeypatch.setitem(sys.modules, "tree_sitter_bash", None)
-    monkeypatch.delitem(sys.modules, "megatron_fused_ce.plan.shell_words", raising=False)
+    monkeypatch.delitem(sys.modules, "megatron_fused_ce.plan.shell_script", raising=False)
     assert command.main(plan) == 2
     assert "pip install tree-sitter tree-sitter-bash" in capsys.readouterr().err
     assert setting_of(["--from-launch", TINY]).model.num_layers == 2
