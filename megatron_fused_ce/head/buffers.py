@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from megatron_fused_ce.head.fp16 import scale_
-from megatron_fused_ce.head.tokens import Tokens
+from megatron_fused_ce.head.tokens import Tokens, rows_of
 from megatron_fused_ce.logits import LogitsGrad
 from megatron_fused_ce.planner.chunks import Chunk
 from megatron_fused_ce.ranks.collectives import DONE, VocabParallel, Work
@@ -121,7 +121,7 @@ class HiddenStates:
         """
         index, self._taken = self._taken, self._taken + 1
         if not self._comm.sequence_parallel:
-            return self._hidden[chunk.start : chunk.stop]
+            return rows_of(self._hidden, chunk.start, chunk.stop)
         if index not in self._under_way:
             self.start()
         self.last, pending = self._under_way.pop(index)
@@ -170,7 +170,7 @@ class GradHidden:
 
         Collectives: those of :meth:`.VocabParallel.reduce_grad_hidden`.
         """
-        own = out = self._rows[chunk.start : chunk.stop]
+        own = out = rows_of(self._rows, chunk.start, chunk.stop)
         if self._tokens.num_parts > 1:
             self._wait(but=self._depth - 1)
             out = self._unreduced.slot(chunk.index, chunk)
