@@ -333,7 +333,7 @@ OF_A_LOSS: dict[str, tuple[dict[str, Any], str]] = {
 DISAGREE, CUT = "disagree on labels or teacher", "one cut of the vocabulary|teacher's shard does not fit"
 OF_A_TEACHER: dict[str, tuple[dict[str, Any], str]] = {
     "no tensor": ({"teacher_hidden": [1.0]}, "teacher_hidden is a list"),
-    "tokens of both": ({"teacher_hidden": ones(6, 1, 3)}, "of the student's tokens"),
+    "tokens of both": ({"teacher_hidden": ones(6, 1, 3)}, r"of the student's tokens \(8, 1\)"),
     "a gradient": ({"teacher_hidden": ones(8, 1, 3).requires_grad_()}, "the teacher gets none"),
     "H_t": ({"teacher_hidden": ones(8, 1, 2), "teacher_weight": ones(5, 2)}, DISAGREE),
     "dtype": ({"teacher_hidden": ones(8, 1, 3).half(), "teacher_weight": ones(5, 3).half()}, DISAGREE),
