@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import megatron_fused_ce
-from megatron_fused_ce import FusedCEConfig
+from megatron_fused_ce import FusedCEConfig, autoload_start
 from megatron_fused_ce.adapter import arguments, forms, say, switch
 from megatron_fused_ce.adapter.deferred_logits import DeferredLogits
 from megatron_fused_ce.adapter.main_grad import open_grad_weight_for
@@ -683,7 +683,8 @@ def test_what_cannot_be_launched(words, error):
 
 
 def test_autoload_makes_the_plain_command_work(tmp_path):
-    """In an environment of its own: one line in site-packages, active only with the flag."""
+    """In an environment of its own: two files in site-packages, active only with the flag."""
+    assert autoload_start.FLAGS == (arguments.FLAG, arguments.PREFIX)
     env_dir = tmp_path / "env"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", env_dir], check=True, capture_output=True)
     python = env_dir / "bin" / "python"
@@ -706,6 +707,7 @@ def test_autoload_makes_the_plain_command_work(tmp_path):
     # Uninstalled, and the line stays behind: one line where the flag is, and Megatron's parser ends the run.
     env["PYTHONPATH"] = sysconfig.get_paths()["purelib"]
     (file,) = env_dir.rglob("*.pth")
+    assert file.with_suffix(".py").read_text() == Path(autoload_start.__file__).read_text()
     gone = run(script, *FLAGS)
     assert gone.returncode == 2 and "unrecognized arguments" in gone.stderr
     assert "Traceback" not in gone.stderr and "Error processing line" not in gone.stderr
@@ -717,6 +719,7 @@ def test_autoload_makes_the_plain_command_work(tmp_path):
     assert said not in run(script, *FLAGS).stderr
     env["PYTHONPATH"] = os.pathsep.join((str(ROOT), env["PYTHONPATH"]))
     assert run("-m", "megatron_fused_ce.autoload", "remove").stdout.startswith("removed: ")
+    assert not list(env_dir.rglob("megatron_fused_ce*"))
     assert run(script, *FLAGS).returncode == 2
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -156,12 +155,6 @@ def setup_words() -> dict[str, ast.expr]:
     tree = ast.parse((ROOT / "setup.py").read_text())
     (call,) = (n for n in ast.walk(tree) if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "setup")
     return {word.arg: word.value for word in call.keywords if word.arg}
-
-
-def test_pip_asks_for_the_same_versions():
-    asked = ast.literal_eval(setup_words()["install_requires"])
-    oldest = dict(re.match(r"([\w-]+)>=([\d.]+)", words).groups() for words in asked)
-    assert oldest == {name: versions.words(versions.OLDEST[name]) for name in ("torch", "triton")}
 
 
 def test_the_page_says_the_same():
