@@ -8,8 +8,8 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).parent
-#: Of the repository, such as https://github.com/OWNER/NAME. With one, README's links and pictures are absolute
-#: in the metadata, where an index shows them; without, they stay as they are.
+#: Of the repository, such as https://github.com/OWNER/NAME. With one, README's links and pictures are
+#: absolute in the metadata, where an index shows them; without, they stay as they are.
 ADDRESS = ""
 #: Files of the packages below that nothing in a wheel imports: they are for a clone.
 LEFT_OUT = {"megatron_fused_ce.scripts.bench": {"commits", "trained"}}
@@ -89,7 +89,7 @@ setup(
     ],
     package_data={"megatron_fused_ce": ["py.typed", "plan/*.tsv"]},
     # Any torch: a bound would replace a container's own, and so would triton beside pytorch-triton, which has
-    # the same module. Where one is too old or missing, its first use says so (megatron_fused_ce/cli/versions.py).
+    # the same module. Where one is too old or missing, the first use says so (cli/versions.py).
     install_requires=["torch"],
     extras_require={
         # Tables of `python -m megatron_fused_ce plan`, which --json does without; and the

@@ -18,6 +18,7 @@ from email.parser import HeaderParser
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megatron_fused_ce.__main__ import COMMANDS
 from tests.support.megatron import CORE_0_19
@@ -115,6 +116,28 @@ def python(wheel, tmp_path_factory) -> Path:
     pip = (sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check")
     run(*pip, "install", "--no-deps", "--no-index", wheel)
     return python
+
+
+def test_the_image_holds_what_is_packed():
+    """No Docker runs here: the Dockerfile's command is run from the wheel below."""
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    copied = [word for line in lines if line.startswith("COPY") for word in line.split()[1:-1]]
+    assert sorted(copied) == sorted(TRACKED)
+    assert {"ARG BASE=nvcr.io/nvidia/pytorch:25.10-py3", "FROM ${BASE}"} < set(lines)
+    assert lines[-1] == 'CMD ["python", "-m", "megatron_fused_ce", "selfcheck"]' and "selfcheck" in COMMANDS
+
+
+def test_what_the_workflows_run():
+    """Targets of the Makefile, as make reads them; tests run what is behind lint, docs and tests."""
+    found = {}
+    for file in (ROOT / ".github" / "workflows").glob("*.yml"):
+        (job,) = yaml.safe_load(file.read_text())["jobs"].values()
+        found[file.stem] = [step["run"] for step in job["steps"] if "run" in step]
+    assert found == {"tests": ["make test", "make test-rest"], "site": ["make docs"]}
+    assert (ROOT / ".ci" / "run").read_text().splitlines()[-2:] == found["tests"]
+    for line in [*found["tests"], *found["site"]]:
+        made = run(*line.split(), "-n", f"PY={sys.executable}", cwd=ROOT).stdout
+        assert f"{sys.executable} -m {'sphinx' if 'docs' in line else 'pytest'}" in made
 
 
 def test_the_sdist_holds_plain_files(sdist):
@@ -274,7 +297,7 @@ def test_the_commands_run_from_elsewhere_on_a_cpu_without_triton(python, tmp_pat
         "6 calls against fp64, 0 wrong" in command("selfcheck --device cpu --calls 6 --out right.json").stdout
     )
     # What selfcheck starts on a GPU.
-    tiny = "--device cpu --dtype float32 --shapes tiny --tokens 64 --strategies store --blocks 1 --out times.json"
+    tiny = "--device cpu --dtype float32 --shapes tiny --tokens 64 --strategies store --out times.json"
     run(python, "-m", "megatron_fused_ce.scripts.bench", *tiny.split(), cwd=tmp_path, env=env)
     assert json.loads((tmp_path / "times.json").read_text())["rows"]
     assert str(python.parents[1]) in command("autoload status").stdout
