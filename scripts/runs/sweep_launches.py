@@ -34,11 +34,13 @@ _SWEPT = (
     FLAG,
     "--fused-ce-strategy",
     "--fused-ce-num-chunks",
+    "--fused-ce-chunk-tokens",
     "--fused-ce-memory-mb",
 )
 #: The stock launches have no such loss to compare with.
 _OTHER_LOSS = (
     "--fused-ce-label-smoothing",
+    "--fused-ce-label-smoothing-form",
     "--fused-ce-z-loss",
     "--fused-ce-logit-softcap",
     "--fused-ce-ignore-index",
