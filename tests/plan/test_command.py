@@ -403,7 +403,6 @@ MODEL = "--model llama-3-8b --seq-length 8192"
         (f"{MODEL} --seq-length 0", "expected a whole number from 1 to 1000000000"),
         (f"{MODEL} --gpus 8 --global-batch-size 12", "give a multiple of 8"),
         (f"{MODEL} --num-query-groups 5", "32 attention heads cannot be divided into 5 query groups"),
-        (f"{MODEL} --fused-ce-num-chunks 2 --fused-ce-chunk-tokens 2", "not allowed with argument"),
         (f"{MODEL} --gpu tpu", "no GPU 'tpu'; there are h100-80gb, h200-141gb"),
         (f"--from-launch '{TINY} --ffn-hidden-size <SIZE>'", "--ffn-hidden-size is <SIZE>, a place"),
         (f"{MODEL} --moe-layer-freq __import__('os')", "no list of 0 and 1"),
