@@ -26,7 +26,8 @@ they have entered on every rank. Hence two rules:
   and wait; and under ``CUDA_DEVICE_MAX_CONNECTIONS=1``, where kernels start in the order of their launch, it
   would hold back the GEMM behind it. Two collectives that share a gap leave as one launch.
 
-Only the first gather of a forward and the end of its last collective are exposed. The hidden states gathered
+Only the first gather of a forward and the end of its last collective are exposed; with
+``config.merge="all_reduce"`` the SUM of each chunk's merge, too. The hidden states gathered
 last stay for the backward, which begins with them.
 """
 

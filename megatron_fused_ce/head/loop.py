@@ -5,13 +5,13 @@ A chunk ``c`` takes three GEMMs. ``X`` are its hidden states, ``P`` its logits, 
     P = X @ weight.T   [C, V]         dH = G @ weight   [C, H]         dW += G.T @ X   [V, H]
 
 Each of ``R`` ranks holds ``V`` rows of the weight, so that ``P`` are the logits of that shard, and ``dH`` is
-summed over shards. A chunk then has three collectives, in this order, on every rank alike:
+summed over shards. A chunk of a loss of one label then has three collectives, in this order, on every rank alike:
 
 - **gather** (sequence parallelism only): each rank holds ``C / R`` of the chunk's tokens; an all-gather makes
   ``X``. It starts one or two chunks ahead.
 - **merge**: the ranks exchange the statistics of their rows of ``P`` (maximum, sum of exponentials, the
   label's logit), four floats a token. The statistics over the whole vocabulary give the loss. The merge
-  starts after ``P``, and ends after the ``P`` of the next chunk, under which it runs.
+  starts after ``P``, and ends after the ``P`` of the next chunk.
 - **reduce**: an all-reduce sums ``dH`` over the ranks, or a reduce-scatter with sequence parallelism.
 
 The forward (:func:`forward`) begins chunk ``c`` before it finishes ``c - 1``; over one rank, where no merge
@@ -36,9 +36,9 @@ Each strategy is exact for any upstream gradient per token:
 ===================  =======================================================  ========
 strategy             kept between forward and backward, beside hidden states  GEMMs
 ===================  =======================================================  ========
-``store``            the logits ``P`` of every chunk                          3
+``store``            the logits ``P`` of every chunk, four floats a token     3
 ``recompute``        four floats a token                                      4
-``mixed``            the logits of the first chunks                           3 to 4
+``mixed``            ``store`` for the first chunks, ``recompute`` for others 3 to 4
 ``grad_in_forward``  ``dH``, ``dW`` in fp32, four floats a token              3 (or 6)
 ===================  =======================================================  ========
 
@@ -50,7 +50,7 @@ The scaled-exp GEMM writes ``E = exp(logit - shift of the row)`` in the place of
 with its rows scaled, and nobody writes it: ``dW`` takes scaled rows of ``X``, and ``dH`` gets its scales at
 the end. With ``store`` the ``E`` of all chunks may lie in one matrix; one GEMM then makes ``dW``.
 
-:mod:`.buffers` says which collective runs under which GEMM; :mod:`megatron_fused_ce.logits` has the GEMM and
+The table in :mod:`.buffers` says, for each strategy, which collective runs under which GEMM; :mod:`megatron_fused_ce.logits` has the GEMM and
 its row statistics, :meth:`.VocabParallel.start_merge` the merge.
 """
 
@@ -142,7 +142,7 @@ def forward(
     # P of chunks that do not keep it; gradients of chunk c - 1 are made while chunk c has its P.
     ring = Ring(tokens, weight, len(weight), lag + 1 if spec.in_forward else 1, logits.logits_dtype)
     matrix = None
-    if spec.one_wgrad_gemm and tokens.chunks:
+    if spec.wgrad_at_once and tokens.chunks:
         matrix = weight.new_empty(tokens.num_parts * tokens.num, len(weight))
     in_forward = None
     if spec.in_forward:
@@ -370,9 +370,9 @@ def scale_made(
     with_hidden: bool,
     grad_weight: Accumulator | None,
 ) -> Gradients | None:
-    """Multiply the gradients made in the forward by ``scale``; None if the promise was broken.
+    """Multiply the gradients made in the forward by ``scale``; None if the promise was broken or is not finite.
 
-    If it was, nothing has been added to ``grad_weight``, and ``made`` is spoilt. The host reads the verdict
+    Then nothing has been added to ``grad_weight``, and ``made`` is spoilt. The host reads the verdict
     after the launches, so that the device has work while the host wakes up.
 
     Collectives: none.

@@ -61,7 +61,7 @@ class Spec(NamedTuple):
     #: GEMM over all tokens makes grad_weight
     num_stored: int
     in_forward: bool
-    one_wgrad_gemm: bool
+    wgrad_at_once: bool
     #: whether the hidden states gathered last are kept for the backward
     keeps_last: bool
     #: whether the backward makes logits of some chunk again, from labels and statistics
@@ -184,7 +184,7 @@ def _make(call: Call, history: GroupHistory) -> Spec:
         needs_grad=needs_grad,
         num_stored=plan.stored_chunks if needs_grad else 0,
         in_forward=plan.in_forward and needs_grad,
-        one_wgrad_gemm=plan.wgrad_at_once and grad_weight,
+        wgrad_at_once=plan.wgrad_at_once and grad_weight,
         keeps_last=plan.saves_last_hidden and (grad_weight or remakes),
         remakes=remakes,
         head=head,

@@ -82,15 +82,16 @@ def fused_linear_cross_entropy(
         ``config.debug_checks`` or after unequal shards. With ``skip_masked`` every call checks, on every
         rank, that the ranks skip the same tokens.
 
-    Collectives, all over ``tp_group`` (R > 1). Once per call: the agreement check (a head's first call
-    only; every call once shards of unequal sizes were seen), the MAX all-reduce of two bytes a token
+    Collectives, all over ``tp_group`` (R > 1). At most once per call: the agreement check (at a head's first
+    call; at every call once shards of unequal sizes were seen), the MAX all-reduce of two bytes a token
     (``skip_masked``), the all-gather of sampled rows of the weight (where the scaled-exp GEMM serves). Per
     chunk of the forward: all-gather of hidden states (sequence parallelism); the merge of the statistics, one
     all-gather or a MAX and a SUM all-reduce (``config.merge``). Per chunk of the backward: all-gather of
     hidden states (sequence parallelism, if a GEMM needs them; the first chunk's are still there), one
     reduce-scatter of ``grad_hidden`` (sequence parallelism) or one all-reduce. With ``grad_in_forward`` this
-    reduction is in the forward; the backward begins with a MAX all-reduce of one int64 (of three with
-    ``skip_masked``, which has it with every strategy), and has the rest only if the promise is broken. The
+    reduction is in the forward; the backward begins with a MAX all-reduce of three fp64 numbers (five with
+    ``skip_masked``), and has the rest only if the promise is broken. With ``skip_masked`` every strategy's
+    backward begins with that all-reduce, of three int64. The
     order is the same on every rank: :mod:`.head.loop`.
 
     Source: vocab-parallel cross-entropy, Shoeybi et al. 2019 (arXiv:1909.08053); chunking and

@@ -30,7 +30,7 @@ _recorder: Recorder | None = None
 
 
 def phase(name: str) -> AbstractContextManager[object]:
-    """Context for one of :data:`PHASES`. Phases do not nest."""
+    """Context for one of :data:`PHASES`. Where one opens inside another, the time counts for both."""
     if _recorder is not None:
         return _recorder.timed(name)
     if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
