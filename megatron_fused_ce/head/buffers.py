@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 
 from megatron_fused_ce.head.fp16 import scale_
-from megatron_fused_ce.head.tokens import Tokens, rows_of
+from megatron_fused_ce.head.tokens import Tokens
 from megatron_fused_ce.logits import LogitsGrad
 from megatron_fused_ce.planner.chunks import Chunk
 from megatron_fused_ce.ranks.collectives import DONE, VocabParallel, Work
@@ -68,6 +68,11 @@ class Ring:
             buffer = self._buffers[at] = self._like.new_empty(shape, dtype=self._dtype)
         num_tokens = self._tokens.num_parts * (chunk.stop - chunk.start)
         return buffer if buffer.shape[0] == num_tokens else buffer[:num_tokens]
+
+
+def _own(rows: Tensor, chunk: Chunk) -> Tensor:
+    """A chunk's rows of a tensor ``[n, H]`` of this rank's tokens."""
+    return rows if chunk.num_tokens == len(rows) else rows[chunk.start : chunk.stop]
 
 
 class HiddenStates:
@@ -122,7 +127,7 @@ class HiddenStates:
         """
         index, self._taken = self._taken, self._taken + 1
         if not self._comm.sequence_parallel:
-            return rows_of(self._hidden, chunk.start, chunk.stop)
+            return _own(self._hidden, chunk)
         if index not in self._under_way:
             self.start()
         self.last, pending = self._under_way.pop(index)
@@ -171,7 +176,7 @@ class GradHidden:
 
         Collectives: those of :meth:`.VocabParallel.reduce_grad_hidden`.
         """
-        own = out = rows_of(self._rows, chunk.start, chunk.stop)
+        own = out = _own(self._rows, chunk)
         if self._tokens.num_parts > 1:
             self._wait(but=self._depth - 1)
             out = self._unreduced.slot(chunk.index, chunk)

@@ -5,7 +5,8 @@ A chunk ``c`` takes three GEMMs. ``X`` are its hidden states, ``P`` its logits, 
     P = X @ weight.T   [C, V]         dH = G @ weight   [C, H]         dW += G.T @ X   [V, H]
 
 Each of ``R`` ranks holds ``V`` rows of the weight, so that ``P`` are the logits of that shard, and ``dH`` is
-summed over shards. A chunk of a loss of one label then has three collectives, in this order, on every rank alike:
+summed over shards. A chunk of a loss with one label a token has three collectives, in this order, on every
+rank alike:
 
 - **gather** (sequence parallelism only): each rank holds ``C / R`` of the chunk's tokens; an all-gather makes
   ``X``. It starts one or two chunks ahead.
@@ -50,8 +51,9 @@ The scaled-exp GEMM writes ``E = exp(logit - shift of the row)`` in the place of
 with its rows scaled, and nobody writes it: ``dW`` takes scaled rows of ``X``, and ``dH`` gets its scales at
 the end. With ``store`` the ``E`` of all chunks may lie in one matrix; one GEMM then makes ``dW``.
 
-The table in :mod:`.buffers` says, for each strategy, which collective runs under which GEMM; :mod:`megatron_fused_ce.logits` has the GEMM and
-its row statistics, :meth:`.VocabParallel.start_merge` the merge.
+The table in :mod:`.buffers` says, for each strategy, which collective runs under which GEMM;
+:mod:`megatron_fused_ce.logits` has the GEMM and its row statistics, :meth:`.VocabParallel.start_merge` the
+merge.
 """
 
 from __future__ import annotations
@@ -370,9 +372,9 @@ def scale_made(
     with_hidden: bool,
     grad_weight: Accumulator | None,
 ) -> Gradients | None:
-    """Multiply the gradients made in the forward by ``scale``; None if the promise was broken or is not finite.
+    """Multiply the gradients made in the forward by ``scale``; None if these cannot be used.
 
-    Then nothing has been added to ``grad_weight``, and ``made`` is spoilt. The host reads the verdict
+    They cannot if the promise was broken, or if an upstream gradient is not finite. Then nothing has been added to ``grad_weight``, and ``made`` is spoilt. The host reads the verdict
     after the launches, so that the device has work while the host wakes up.
 
     Collectives: none.

@@ -45,7 +45,8 @@ class Tokens(NamedTuple):
 
     def of_all(self, matrix: Tensor, chunk: Chunk) -> Tensor:
         """Rows ``[C, ...]`` of a chunk in a tensor ``[T, ...]`` that is ordered chunk after chunk."""
-        return rows_of(matrix, self.num_parts * chunk.start, self.num_parts * chunk.stop)
+        start, stop = self.num_parts * chunk.start, self.num_parts * chunk.stop
+        return matrix if stop - start == len(matrix) else matrix[start:stop]  # a slice takes host time
 
     def first(self, num: int) -> Tokens:
         """The first ``num`` tokens of each part, in the same buffers."""
@@ -54,11 +55,6 @@ class Tokens(NamedTuple):
     def own_part(self, per_token: Tensor) -> Tensor:
         """This rank's entries of a tensor ``[C]`` of one chunk."""
         return per_token if self.num_parts == 1 else per_token.view(self.num_parts, -1)[self.part]
-
-
-def rows_of(matrix: Tensor, start: int, stop: int) -> Tensor:
-    """``matrix[start:stop]``; the matrix itself if these are all of its rows: a slice takes host time."""
-    return matrix if stop - start == len(matrix) else matrix[start:stop]
 
 
 #: ``m`` is rounded up to whole tiles of the GEMMs: the allocator sees fewer sizes, and no GEMM takes longer.
