@@ -72,7 +72,7 @@ class Ring:
 
 def _own(rows: Tensor, chunk: Chunk) -> Tensor:
     """A chunk's rows of a tensor ``[n, H]`` of this rank's tokens."""
-    return rows if chunk.num_tokens == len(rows) else rows[chunk.start : chunk.stop]
+    return rows if chunk.stop - chunk.start == len(rows) else rows[chunk.start : chunk.stop]
 
 
 class HiddenStates:

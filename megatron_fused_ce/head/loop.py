@@ -374,8 +374,9 @@ def scale_made(
 ) -> Gradients | None:
     """Multiply the gradients made in the forward by ``scale``; None if these cannot be used.
 
-    They cannot if the promise was broken, or if an upstream gradient is not finite. Then nothing has been added to ``grad_weight``, and ``made`` is spoilt. The host reads the verdict
-    after the launches, so that the device has work while the host wakes up.
+    They cannot if the promise was broken, or if an upstream gradient is not finite. Then nothing has been
+    added to ``grad_weight``, and ``made`` is spoilt. The host reads the verdict after the launches, so that
+    the device has work while the host wakes up.
 
     Collectives: none.
     """
