@@ -4,7 +4,7 @@ Every case is first run at the timed size and compared with the op's definition 
 token, every entry of both gradients. Ours may have the error of eager PyTorch in the operands' dtype
 (`_bound`), or nothing is timed at all; others that are wrong are rows without times. Then every case has a
 turn in each block, in an order that is shuffled anew, so that a drifting clock favours none; the bases have
-two. A ratio is the median of the blocks' own ratios.
+two. A ratio is the median of the blocks' own ratios, with a 95 % interval.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import math
 import random
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import textwrap
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -23,10 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fused_ce.head import promise
 from megatron_fused_ce.scripts.bench.cases import Cell
-from megatron_fused_ce.scripts.bench.op import BASE, OURS, Case, Op, one_line, turn
-from megatron_fused_ce.scripts.bench.problem import MIB, Outputs, Problem, World
+from megatron_fused_ce.scripts.bench.problem import BASE, OURS, Case, Mark, Op, Outputs, Problem, World, nothing
 from megatron_fused_ce.scripts.lib import gpu
 from megatron_fused_ce.scripts.lib.live_storages import LiveStorages
 from megatron_fused_ce.scripts.lib.reference import FLOOR, relative_error
@@ -43,6 +43,7 @@ FOREIGN_ERROR = 0.3
 SHORT_STEP_MS = 30.0
 MOST_STEPS = 200
 OUT_OF_MEMORY = "out of memory"
+TIMES = ("forward_ms", "backward_ms", "time_ms", "host_ms")  # what `turn` gives
 
 
 class WrongResult(RuntimeError):
@@ -57,7 +58,7 @@ class Outcome:
     reason: str | None = None  # why there are no times
     errors: dict[str, float] = field(default_factory=dict)  # norm-relative, of each output and gradient
     peak_mib: float | None = None
-    samples: list[list[float]] = field(default_factory=list)  # of each block what `turn` gives
+    samples: list[list[float]] = field(default_factory=list)  # of each block `TIMES`
     readings: list[gpu.Reading] = field(default_factory=list)  # of the GPU, in its turns
 
 
@@ -75,8 +76,7 @@ def give_back(world: World) -> None:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """torch's allocator's, and what cuBLAS, NCCL and foreign launchers say in words."""
-    text = str(error)
-    said = "out of memory" in text.lower() or "ALLOC_FAILED" in text
+    said = "out of memory" in str(error).lower() or "ALLOC_FAILED" in str(error)
     return said or isinstance(error, torch.OutOfMemoryError)
 
 
@@ -90,9 +90,10 @@ def attempt(action: Callable[[], Any], outcome: Outcome, world: World) -> Any:
         result = action()
         world.synchronise()
     except Exception as error:
-        reason = OUT_OF_MEMORY if is_out_of_memory(error) else one_line(error)
+        said = textwrap.shorten(f"{type(error).__name__}: {error}", 160)
+        reason = OUT_OF_MEMORY if is_out_of_memory(error) else said
         error.__traceback__ = None  # its frames hold tensors
-    outcome.reason = world.first_word(reason)
+    outcome.reason = next(filter(None, world.everyone(reason)), None)
     if outcome.reason is None:
         return result
     if outcome.case.family == OURS and outcome.reason != OUT_OF_MEMORY:
@@ -121,15 +122,12 @@ def evaluated(problem: Problem, case: Case, dtype: torch.dtype) -> Outputs:
         with torch.set_grad_enabled(bool(case.grads)):
             outputs = problem.definition(case.kind, hidden, weight, part)
         if case.grads:
-            differentiated = [outputs[name] for name, _ in case.grads]
-            upstreams = [getattr(problem, of) for _, of in case.grads]
-            upstreams = [of[part] if of.dim() else of.expand(len(hidden)) for of in upstreams]
-            pairs = zip(upstreams, differentiated, strict=True)
-            torch.autograd.backward(differentiated, [upstream.to(of.dtype) for upstream, of in pairs])
-            assert hidden.grad is not None and weight.grad is not None
-            outputs["grad_hidden"] = hidden.grad.float()
-            of_weight += weight.grad[problem.rows]
-            weight.grad = None
+            pairs = [(outputs[name], getattr(problem, of)) for name, of in case.grads]
+            given = [(of[part] if of.dim() else of.expand(len(hidden))).to(z.dtype) for z, of in pairs]
+            of_hidden, added = torch.autograd.grad([z for z, _ in pairs], [hidden, weight], given)
+            outputs["grad_hidden"] = of_hidden.float()
+            of_weight += added[problem.rows]
+            del pairs, added
         for name, value in outputs.items():
             found.setdefault(name, []).append(value.detach())
         del outputs, hidden
@@ -144,22 +142,25 @@ def errors_of(case: Case, problem: Problem, exact: Outputs) -> dict[str, float]:
     """This rank's norm-relative errors after one step; infinite for an inf or NaN."""
     if problem.main_grad is not None:
         problem.main_grad.zero_()
-    made = dict(case.step(problem))
-    if case.grads:
-        made |= problem.gradients()
+    with case.ready(problem) as step:
+        made = {**step(), **(problem.gradients() if case.grads else {})}
     problem.reset()
-    errors = {}
-    for name in sorted(made.keys() & exact.keys()):
-        true = exact[name] if made[name].dim() else exact[name].sum()
-        errors[name] = relative_error(made[name].view_as(true), true)
-    return errors
+    true = {name: exact[name] if made[name].dim() else exact[name].sum() for name in made.keys() & exact.keys()}
+    return {name: relative_error(made[name].view_as(true[name]), true[name]) for name in sorted(true)}
 
 
-def _bound(case: Case, dtype: torch.dtype, name: str, eager: float) -> float:
-    """What ours may have beside eager PyTorch's error."""
-    if case.is_exact and not name.startswith("grad_"):
-        return max(EXACT_FLOOR[dtype], EXACT_SLACK * eager)
-    return max(FLOOR[dtype], 2 * eager)
+def _judge(outcome: Outcome, dtype: torch.dtype, eager: dict[str, float]) -> None:
+    """Ours may have twice eager PyTorch's errors, exact outputs no more than those."""
+    case, wrong = outcome.case, []
+    for name, error in outcome.errors.items():
+        bound = max(FLOOR[dtype], 2 * eager[name]) if case.family == OURS else FOREIGN_ERROR
+        if case.is_exact and not name.startswith("grad_"):
+            bound = max(EXACT_FLOOR[dtype], EXACT_SLACK * eager[name])
+        if not error <= bound:
+            wrong.append(f"{name} {error:.2e} (bound {bound:.2e})")
+    if wrong and case.family == OURS:
+        raise WrongResult(f"{case.name} is wrong: {', '.join(wrong)}")
+    outcome.reason = f"wrong result: {', '.join(wrong)}" if wrong else None
 
 
 def check(outcomes: Sequence[Outcome], problem: Problem, world: World) -> dict[str, float]:
@@ -170,44 +171,22 @@ def check(outcomes: Sequence[Outcome], problem: Problem, world: World) -> dict[s
     alike: dict[Any, list[Outcome]] = {}
     eager_errors: dict[str, float] = {}
     for outcome in outcomes:
-        case = outcome.case
-        if outcome.reason is None and case.limits is not None:
-            outcome.reason = case.limits(problem)
         if outcome.reason is None:
-            alike.setdefault((case.kind, case.grads), []).append(outcome)
+            alike.setdefault((outcome.case.kind, outcome.case.grads), []).append(outcome)
     for same in alike.values():
-        exact = evaluated(problem, same[0].case, torch.float64)
-        eager = evaluated(problem, same[0].case, problem.dtype)
+        exact, eager = (evaluated(problem, same[0].case, dtype) for dtype in (torch.float64, problem.dtype))
         found = [relative_error(eager.pop(name), true) for name, true in exact.items()]
         give_back(world)
         of_eager = dict(zip(exact, world.slowest(found), strict=True))
         eager_errors |= {name: max(e, eager_errors.get(name, 0.0)) for name, e in of_eager.items()}
         for outcome in same:
-            _check_one(outcome, problem, exact, of_eager, world)
+            errors = attempt(partial(errors_of, outcome.case, problem, exact), outcome, world)
+            problem.reset()
+            if errors is not None:
+                outcome.errors = dict(zip(errors, world.slowest(list(errors.values())), strict=True))
+                _judge(outcome, problem.dtype, of_eager)
         del exact
     return eager_errors
-
-
-def _check_one(
-    outcome: Outcome, problem: Problem, exact: Outputs, eager: dict[str, float], world: World
-) -> None:
-    name = outcome.case.name
-    found = attempt(partial(errors_of, outcome.case, problem, exact), outcome, world)
-    problem.reset()
-    if found is None:
-        return
-    outcome.errors = dict(zip(found, world.slowest(list(found.values())), strict=True))
-    if outcome.case.family == OURS:
-        pairs = [(k, e, _bound(outcome.case, problem.dtype, k, eager[k])) for k, e in outcome.errors.items()]
-        if wrong := [f"{k} {e:.2e} (bound {most:.2e})" for k, e, most in pairs if not e <= most]:
-            raise WrongResult(f"{name} is wrong: {', '.join(wrong)}")
-        if promise.counts.remade:
-            raise WrongResult(
-                f"{name}: its upstream gradient is not the token weights that grad_in_forward was given; "
-                "timed would be a recomputation"
-            )
-    elif not max(outcome.errors.values()) <= FOREIGN_ERROR:
-        outcome.reason = f"wrong result: error {max(outcome.errors.values()):.1e}"
 
 
 # --- memory, times ---------------------------------------------------------------------------------
@@ -216,50 +195,53 @@ def _check_one(
 def peak_mib(case: Case, problem: Problem, world: World) -> float:
     """A step's peak above inputs, grad_hidden and the wgrad accumulator, cuBLAS's workspace counted."""
     problem.reset()
-    if world.on_gpu:
-        torch.cuda.synchronize()
-        torch._C._cuda_clearCublasWorkspaces()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        case.step(problem)
-        torch.cuda.synchronize()
-        peak = torch.cuda.max_memory_allocated() - before
-    else:
-        with LiveStorages() as live:
-            case.step(problem)
-        peak = live.peak_bytes
+    with case.ready(problem) as step:
+        if world.on_gpu:
+            torch.cuda.synchronize()
+            torch._C._cuda_clearCublasWorkspaces()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            step()
+            torch.cuda.synchronize()
+            peak = torch.cuda.max_memory_allocated() - before
+        else:
+            with LiveStorages() as live:
+                step()
+            peak = live.peak_bytes
     if case.grads:
         peak -= problem.hidden.nbytes + (problem.weight.nbytes if problem.main_grad is None else 0)
     problem.reset()
-    return peak / MIB
+    return peak / 2**20
 
 
-def interleave(
-    turns: Mapping[str, Callable[[], list[float] | None]], twice: Sequence[str], blocks: int
-) -> dict[str, list[list[float]]]:
-    """Every turn once a block, those of ``twice`` again, in an order that is shuffled anew in each block.
+def turn(step: Callable[[Mark], object], world: World, warm: int, steps: int) -> list[float]:
+    """`TIMES`: medians over ``steps`` steps, without a wait between them.
 
-    Of each turn what it gave in each block, means where it had several. One that gives None has failed, and
-    is not asked again.
+    ``warm`` untimed steps come first; what the calls of one take to return, on an idle device, is the host's
+    time, of the last three of them but the first. The GPU is looked at in the last step.
     """
-    generator = random.Random(0)  # the same on every rank
-    names = [*turns, *twice]
-    samples: dict[str, list[list[float]]] = {name: [] for name in turns}
-    for _ in range(blocks):
-        found: dict[str, list[list[float]]] = {}
-        for name in generator.sample(names, len(names)):
-            if (sample := turns[name]()) is None:
-                names = [other for other in names if other != name]
-            else:
-                found.setdefault(name, []).append(sample)
-        for name, several in found.items():
-            samples[name].append([statistics.mean(column) for column in zip(*several, strict=True)])
-    return samples
+    host: list[float] = []
+    for _ in range(warm):
+        world.synchronise()
+        start = time.perf_counter()
+        step(nothing)
+        host.append(1e3 * (time.perf_counter() - start))
+    marks: list[Any] = []
+    for _ in range(steps):
+        step(lambda: marks.append(world.now()))
+    if world.on_gpu:
+        marks[-3].synchronize()  # the last step begins
+    gpu.look()
+    world.synchronise()
+    of_steps = zip(marks[::3], marks[1::3], marks[2::3], strict=True)
+    spans = [[world.ms(a, b), world.ms(b, c), world.ms(a, c)] for a, b, c in of_steps]
+    return [statistics.median(column) for column in (*zip(*spans, strict=True), host[1:][-3:] or host or [0.0])]
 
 
 def time_cases(outcomes: dict[str, Outcome], problem: Problem, given: argparse.Namespace) -> None:
-    """Interleaved blocks of those that have no reason not to run; their samples are added."""
+    """Those that have no reason not to run have a turn a block, bases two, whose mean counts; in an order that
+    is shuffled anew in each block."""
     world = problem.world
 
     def turn_of(case: Case, warm: int, steps: int) -> list[float]:
@@ -275,29 +257,23 @@ def time_cases(outcomes: dict[str, Outcome], problem: Problem, given: argparse.N
         problem.reset()
         return None if sample is None else world.slowest(sample)
 
-    turns = {}
+    sizes: dict[str, tuple[int, int]] = {}  # of a turn: steps that warm up, and that count
     for name in outcomes:
         if (first := take(name, 1, 1)) is not None:
-            step_ms = max(first[2], 1e-3)
-            steps = max(1, min(MOST_STEPS, math.ceil(given.sample_ms / step_ms)))
-            turns[name] = partial(take, name, 4 if step_ms < SHORT_STEP_MS else 2, steps)
-    bases = [name for name in dict.fromkeys(outcomes[name].case.base for name in turns) if name in turns]
-    for name, samples in interleave(turns, bases, given.blocks).items():
-        outcomes[name].samples += samples
+            steps = max(1, min(MOST_STEPS, math.ceil(given.sample_ms / max(first[2], 1e-3))))
+            sizes[name] = (4 if first[2] < SHORT_STEP_MS else 2, steps)
+    names = [*sizes, *sorted({outcomes[name].case.base for name in sizes} & sizes.keys())]
+    generator = random.Random(0)  # the same on every rank
+    for _ in range(given.blocks):
+        found: dict[str, list[list[float]]] = {}
+        for name in generator.sample(names, len(names)):
+            if (sample := take(name, *sizes[name])) is not None:
+                found.setdefault(name, []).append(sample)
+        for name, several in found.items():
+            outcomes[name].samples.append([statistics.mean(column) for column in zip(*several, strict=True)])
 
 
 # --- a cell ----------------------------------------------------------------------------------------
-
-
-def paired(key: str, own: Outcome, base: Outcome | None, column: int = 2) -> Row:
-    """``key``: the median of the blocks' ratios of what `turn` gives in ``column``, the step's time; and its
-    `interval`."""
-    ratios: list[float] = []
-    if base is not None and not own.reason and not base.reason:
-        pairs = zip(own.samples, base.samples, strict=False)
-        ratios = [round(a[column] / max(b[column], 1e-9), 4) for a, b in pairs]
-    middle = round(statistics.median(ratios), 4) if ratios else None
-    return {key: middle, f"{key}_interval": interval(ratios)}
 
 
 def interval(values: Sequence[float]) -> tuple[float, float] | None:
@@ -311,31 +287,39 @@ def interval(values: Sequence[float]) -> tuple[float, float] | None:
     return (ordered[below - 1], ordered[-below]) if below else None
 
 
+def paired(key: str, own: Outcome, base: Outcome | None, time: str = "time_ms") -> Row:
+    """``key``: the median of the blocks' ratios of these times; and its `interval`."""
+    ratios: list[float] = []
+    if base is not None and not own.reason and not base.reason:
+        pairs, column = zip(own.samples, base.samples, strict=False), TIMES.index(time)
+        ratios = [round(a[column] / max(b[column], 1e-9), 4) for a, b in pairs]
+    middle = round(statistics.median(ratios), 4) if ratios else None
+    return {key: middle, f"{key}_interval": interval(ratios)}
+
+
 def row_of(outcome: Outcome, outcomes: dict[str, Outcome], size: int) -> Row:
     """What is of this outcome alone; ``size``: T * H * V."""
     case, samples, errors = outcome.case, outcome.samples, outcome.errors
     gradients = [error for key, error in errors.items() if key.startswith("grad_")]
-    others = {key: outcomes.get(other) for key, other in case.over.items()}
     row: Row = {
         **{"variant": case.name, "family": case.family, "base": case.base, "roof_products": case.products},
         "peak_mib": None if outcome.peak_mib is None else round(outcome.peak_mib, 4),
         "error": outcome.reason or max(gradients or errors.values(), default=None),
-        "loss_error": errors.get("loss"),
         "errors": errors,
         "upstream": "one scalar" if ("loss", "one_upstream") in case.grads else "weights",
         **paired("ratio", outcome, outcomes.get(case.base)),
         "over": case.over,
         **gpu.medians(outcome.readings),
-        **dict.fromkeys(("forward_ms", "backward_ms", "time_ms", "host_ms", "spread", "tflops")),
+        **dict.fromkeys((*TIMES, "spread", "tflops")),
         **case.told,
     }
-    for key, other in others.items():
-        row |= paired(key, outcome, other) | paired(f"host_{key}", outcome, other, 3)
+    for key, name in case.over.items():
+        row |= paired(key, outcome, outcomes.get(name))
+        row |= paired(f"host_{key}", outcome, outcomes.get(name), "host_ms")
     if samples and outcome.reason is None:
-        columns = [*zip(*samples, strict=True)]
-        for name, column in zip(("forward_ms", "backward_ms", "time_ms", "host_ms"), columns, strict=True):
-            row[name] = round(statistics.median(column), 3)
-        times, time_ms = columns[2], statistics.median(columns[2])
+        columns = dict(zip(TIMES, zip(*samples, strict=True), strict=True))
+        row |= {name: round(statistics.median(column), 3) for name, column in columns.items()}
+        times, time_ms = columns["time_ms"], statistics.median(columns["time_ms"])
         row |= {"blocks": len(samples), "spread": round((max(times) - min(times)) / time_ms, 4)}
         row["tflops"] = round(2.0 * case.products * size / time_ms / 1e9, 1)
     return row
