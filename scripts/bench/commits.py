@@ -1,9 +1,10 @@
 """The package of another checkout beside this one, in one process: did a change cost time?
 
     git worktree add build/old COMMIT
-    python -m scripts.bench --preset commits --old build/old
+    python -m scripts.bench.commits --old build/old
+    torchrun --nproc-per-node 2 -m scripts.bench.commits --old build/old --sequence-parallel
 
-Each row of this checkout is over the old one's: the median of the blocks' own ratios with its 95 % interval,
+It is scripts.bench with ``--preset commits``, whose options it takes. Each row of this checkout is over the old one's: the median of the blocks' own ratios with its 95 % interval,
 of the step's and of the host's time. Both return gradients to autograd, by ``fused_linear_cross_entropy``.
 """
 
@@ -21,9 +22,11 @@ from types import ModuleType
 from typing import Any
 
 from megatron_fused_ce.cli.command_line import UsageError
+from megatron_fused_ce.scripts.bench import __main__ as bench
 from megatron_fused_ce.scripts.bench.cases import Cell, parse_strategy
 from megatron_fused_ce.scripts.bench.loss import Loss
 from megatron_fused_ce.scripts.bench.problem import PEER, Case, Op, Outputs, Problem, World, bare
+from megatron_fused_ce.scripts.lib import gloo
 
 PACKAGE = "megatron_fused_ce"
 #: Modules of the old checkout, while this one's are in their place.
@@ -58,16 +61,21 @@ def _taken_out() -> dict[str, ModuleType]:
     return {name: sys.modules.pop(name) for name in names}
 
 
-def _loss(strategy: str, problem: Problem) -> Outputs:
-    package, world = import_module(PACKAGE), problem.world
-    loss = package.fused_linear_cross_entropy(
+def _loss(strategy: str, found: dict[str, Any], problem: Problem) -> Outputs:
+    """``found``: what belongs to no step, of the case's own checkout."""
+    if not found:
+        package = import_module(PACKAGE)
+        found["op"] = package.fused_linear_cross_entropy
+        found["config"] = package.FusedCEConfig(**parse_strategy(strategy))
+    world = problem.world
+    loss = found["op"](
         problem.hidden,
         problem.weight,
         problem.labels,
         tp_group=world.group if world.size > 1 else None,
         sequence_parallel=world.sequence_parallel,
         token_weights=problem.token_weights,
-        config=package.FusedCEConfig(**parse_strategy(strategy)),
+        config=found["config"],
     )
     return {"loss": loss}
 
@@ -77,12 +85,20 @@ def cases_of(given: argparse.Namespace, cell: Cell, world: World) -> list[Case]:
         raise UsageError(f"{given.old} is no checkout of this project: it has no {PACKAGE}")
     found: list[Case] = []
     for name in given.strategies:
-        shared: dict[str, Any] = {"run": partial(_loss, name)}
-        if parse_strategy(name)["strategy"] == "recompute":
-            shared |= {"base": "roof-4", "products": 4}
-        found.append(Old(f"old {name}", PEER, folder=given.old.resolve(), **shared))
-        found.append(Case(name, over={"over_old": f"old {name}"}, **shared))
+        four = parse_strategy(name)["strategy"] == "recompute"
+        more: dict[str, Any] = {"base": "roof-4", "products": 4} if four else {}
+        old, new = partial(_loss, name, {}), partial(_loss, name, {})
+        found.append(Old(f"old {name}", PEER, old, folder=given.old.resolve(), **more))
+        found.append(Case(name, run=new, over={"over_old": f"old {name}"}, **more))
     return found
 
 
 OP = Op(Loss, cases_of, (bare("roof", 3), bare("roof-4", 4)), over_ranks=True, wgrad_accumulator="returned")
+
+
+def main(words: list[str] | None = None) -> int:
+    return bench.main(["--preset", "commits", *(sys.argv[1:] if words is None else words)])
+
+
+if __name__ == "__main__":
+    gloo.end(main())
