@@ -18,7 +18,7 @@ from megatron_fused_ce.scripts.lib.results import RESULTS
 
 #: Name -> (H, vocabulary) of a head.
 SHAPES = {name: head_sizes(name) for name in MODELS} | {"tiny": (64, 512)}
-PEERS = ("torch-compile", "liger", "liger-large-chunks", "cce", "cce-exact", "verl-tp")
+PEERS, OVER_RANKS = ("torch-compile", "liger", "liger-large-chunks", "cce", "cce-exact"), ("verl-tp",)
 #: A preset is short for these words, which words behind it override. Cheap cells first, since a time limit
 #: cuts the end; six blocks or more, as an interval needs.
 PRESETS = {
@@ -122,7 +122,8 @@ def parse_arguments(text: str, words: Sequence[str]) -> argparse.Namespace:
     add("--operands", type=Path, metavar="FILE", help="of scripts.bench.trained; then random ones beside")
     add("--old", type=Path, metavar="CHECKOUT", help="what preset commits compares with")
     add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    add("--peers", nargs="*", choices=PEERS, metavar="NAME", help=f"all, or of {', '.join(PEERS)}")
+    add("--peers", nargs="*", choices=(*PEERS, *OVER_RANKS), metavar="NAME", default=(),
+        help=f"all that know so many ranks, or of {', '.join(PEERS + OVER_RANKS)}")  # fmt: skip
     add("--skip", nargs="+", metavar="WORD", default=[], help="leave out rows that begin so")
     add("--blocks", type=count, default=7, help="interleaved blocks; an interval needs 6 [7]")
     add("--sample-ms", type=number(), default=70.0, help="a turn runs at least so long [70]")
@@ -131,9 +132,10 @@ def parse_arguments(text: str, words: Sequence[str]) -> argparse.Namespace:
         help="the hidden states in R parts; 'both': each cell with and without")  # fmt: skip
     add("--name", help=f"write DATE-DEVICE-NAME.json and .md to {RESULTS}")
     add("--out", type=Path, help="or write this JSON file and the .md beside it")
-    given = parser.parse_args(words)
+    given = parser.parse_args(words)  # the preset's name
     given = parser.parse_args([*PRESETS.get(given.preset, "").split(), *words])
-    given.peers = list(PEERS) if given.peers == [] else given.peers or []
+    if given.peers == []:
+        given.peers = PEERS if world_size() == 1 else OVER_RANKS
     try:
         given.cells = cells_of(given)
         given.strategies = list(dict.fromkeys(given.strategies))

@@ -4,8 +4,9 @@
     python -m scripts.bench.commits --old build/old
     torchrun --nproc-per-node 2 -m scripts.bench.commits --old build/old --sequence-parallel
 
-It is scripts.bench with ``--preset commits``, whose options it takes. Each row of this checkout is over the old one's: the median of the blocks' own ratios with its 95 % interval,
-of the step's and of the host's time. Both return gradients to autograd, by ``fused_linear_cross_entropy``.
+It is scripts.bench with ``--preset commits``, whose options it takes. Each row of this checkout is over the
+old one's: the median of the blocks' own ratios with its 95 % interval, of the step's and of the host's time.
+Both return gradients to autograd, by ``fused_linear_cross_entropy``.
 """
 
 from __future__ import annotations
@@ -23,14 +24,18 @@ from typing import Any
 
 from megatron_fused_ce.cli.command_line import UsageError
 from megatron_fused_ce.scripts.bench import __main__ as bench
+from megatron_fused_ce.scripts.bench import loss
 from megatron_fused_ce.scripts.bench.cases import Cell, parse_strategy
-from megatron_fused_ce.scripts.bench.loss import Loss
-from megatron_fused_ce.scripts.bench.problem import PEER, Case, Op, Outputs, Problem, World, bare
+from megatron_fused_ce.scripts.bench.problem import PEER, Case, Op, Outputs, Problem, World
 from megatron_fused_ce.scripts.lib import gloo
 
 PACKAGE = "megatron_fused_ce"
 #: Modules of the old checkout, while this one's are in their place.
 ASIDE: dict[str, ModuleType] = {}
+
+
+class Returned(loss.Loss):
+    wgrad_accumulator = "returned"
 
 
 @dataclass(frozen=True)
@@ -64,20 +69,15 @@ def _taken_out() -> dict[str, ModuleType]:
 def _loss(strategy: str, found: dict[str, Any], problem: Problem) -> Outputs:
     """``found``: what belongs to no step, of the case's own checkout."""
     if not found:
-        package = import_module(PACKAGE)
-        found["op"] = package.fused_linear_cross_entropy
-        found["config"] = package.FusedCEConfig(**parse_strategy(strategy))
-    world = problem.world
-    loss = found["op"](
-        problem.hidden,
-        problem.weight,
-        problem.labels,
-        tp_group=world.group if world.size > 1 else None,
-        sequence_parallel=world.sequence_parallel,
-        token_weights=problem.token_weights,
-        config=found["config"],
-    )
-    return {"loss": loss}
+        package, world = import_module(PACKAGE), problem.world
+        found["op"] = partial(
+            package.fused_linear_cross_entropy,
+            tp_group=world.group if world.size > 1 else None,
+            sequence_parallel=world.sequence_parallel,
+            config=package.FusedCEConfig(**parse_strategy(strategy)),
+        )
+    operands = problem.hidden, problem.weight, problem.labels
+    return {"loss": found["op"](*operands, token_weights=problem.token_weights)}
 
 
 def cases_of(given: argparse.Namespace, cell: Cell, world: World) -> list[Case]:
@@ -85,15 +85,14 @@ def cases_of(given: argparse.Namespace, cell: Cell, world: World) -> list[Case]:
         raise UsageError(f"{given.old} is no checkout of this project: it has no {PACKAGE}")
     found: list[Case] = []
     for name in given.strategies:
-        four = parse_strategy(name)["strategy"] == "recompute"
-        more: dict[str, Any] = {"base": "roof-4", "products": 4} if four else {}
+        more = loss.FOUR if parse_strategy(name)["strategy"] == "recompute" else {}
         old, new = partial(_loss, name, {}), partial(_loss, name, {})
         found.append(Old(f"old {name}", PEER, old, folder=given.old.resolve(), **more))
-        found.append(Case(name, run=new, over={"over_old": f"old {name}"}, **more))
+        found.append(Case(name, run=new, **{**more, "over": {"over_old": f"old {name}"}}))
     return found
 
 
-OP = Op(Loss, cases_of, (bare("roof", 3), bare("roof-4", 4)), over_ranks=True, wgrad_accumulator="returned")
+OP = Op(Returned, cases_of, loss.OP.bases, over_ranks=True)
 
 
 def main(words: list[str] | None = None) -> int:

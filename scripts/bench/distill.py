@@ -47,8 +47,10 @@ def divergence_of(kind: str, student: Tensor, teacher: Tensor) -> Tensor:
 class Distillation(bench.Problem):
     """With a frozen teacher, whose logits are the student's and some noise; random upstream gradients."""
 
-    def __init__(self, cell: Cell, world: bench.World, **options: Any) -> None:
-        super().__init__(cell, world, **options)
+    wgrad_accumulator = "returned"
+
+    def __init__(self, cell: Cell, *world_dtype: Any) -> None:
+        super().__init__(cell, *world_dtype)
         (T, H), dtype = self.hidden.shape, self.dtype
         size = TEACHER_HIDDEN.get(cell.shape, H)
         shared = min(H, size)
@@ -58,7 +60,7 @@ class Distillation(bench.Problem):
         self.teacher_weight[:, :shared] += self.weight.detach()[:, :shared]
         self.promised = self.normal(T)  # token weights
         self.upstream = bench.UPSTREAM_SCALAR * self.promised
-        self.one_upstream = torch.ones((), device=world.device)
+        self.one_upstream = torch.ones_like(self.promised[0])
 
     def definition(self, kind: str, hidden: Tensor, weight: Tensor, part: slice) -> bench.Outputs:
         teacher = self.teacher_hidden[part].to(hidden.dtype) @ self.teacher_weight.t().to(hidden.dtype)
@@ -116,4 +118,4 @@ def cases_of(given: argparse.Namespace, cell: Cell, world: bench.World) -> list[
     return found
 
 
-OP = bench.Op(Distillation, cases_of, (bench.bare(GEMMS, 4),), wgrad_accumulator="returned")
+OP = bench.Op(Distillation, cases_of, (bench.bare(GEMMS, 4),))

@@ -24,14 +24,16 @@ from megatron_fused_ce import FusedCEConfig
 from megatron_fused_ce.adapter.main_grad import open_grad_weight_for
 from megatron_fused_ce.head.autograd import linear_cross_entropy
 from megatron_fused_ce.head.call import Call
-from megatron_fused_ce.scripts.bench.cases import Cell, parse_strategy
+from megatron_fused_ce.scripts.bench.cases import OVER_RANKS, Cell, parse_strategy
 from megatron_fused_ce.scripts.bench.problem import MEGATRON, PEER, Case, Op, Outputs, Problem, World, bare
 
+HAS_APEX = find_spec("fused_weight_gradient_mlp_cuda") is not None
 #: What a user without this package would take: Megatron's layer, Transformer Engine's loss.
 STANDARD = "megatron-te"
-#: Tokens of a chunk where a library lets its user choose: the fastest of 1024 to 8192 for most of
-#: them on an H200 (Liger's own table in its issue 1472).
+#: Tokens of a chunk where a library lets its user choose: on an H200 the fastest for most (Liger's issue 1472).
 CHUNK_TOKENS = 4096
+#: Of a case that computes the logits twice.
+FOUR: dict[str, Any] = {"base": "roof-4", "products": 4, "over": {"over_roof": "roof"}}
 
 
 def wide(logits: Tensor) -> Tensor:
@@ -44,8 +46,8 @@ class Loss(Problem):
         logits = wide(hidden @ weight.t())
         return {"loss": F.cross_entropy(logits, self.labels[part], reduction="none")}
 
-    def __init__(self, cell: Cell, world: World, **options: Any) -> None:
-        super().__init__(cell, world, **options)
+    def __init__(self, cell: Cell, *world_dtype: Any) -> None:
+        super().__init__(cell, *world_dtype)
         with torch.no_grad():
             logits = (self.all_hidden[part] @ self.all_weight.t() for part in self.blocks())
             self._lse = torch.cat([wide(z).logsumexp(-1) for z in logits])  # over all ranks' rows
@@ -74,10 +76,10 @@ def ours(world: World, text: str) -> Case:
 def of_config(world: World, name: str, config: FusedCEConfig) -> Case:
     """A training step of this package with these options."""
     told: dict[str, Any] = {}
-    case = partial(Case, name, run=partial(loss_of, world, config, told), is_exact=True, told=told)
-    if config.strategy == "recompute":
-        return case(base="roof-4", products=4, over={"over_te": STANDARD, "over_roof": "roof"})
-    return case(over={"over_te": STANDARD})
+    more = FOUR if config.strategy == "recompute" else {}
+    over = {"over_te": STANDARD, **more.get("over", {})}
+    run = partial(loss_of, world, config, told)
+    return Case(name, run=run, is_exact=True, told=told, **{**more, "over": over})
 
 
 def loss_of(
@@ -85,20 +87,15 @@ def loss_of(
 ) -> Outputs:
     """The head's outputs for ``problem``, and in ``told`` what the package chose; ``more`` is `Call`'s."""
     weights = problem.token_weights if config.strategy in ("auto", "grad_in_forward") else None
-    call: dict[str, Any] = {
-        "labels": problem.labels,
-        "tp_group": world.group if world.size > 1 else None,
-        "sequence_parallel": world.sequence_parallel,
-        "token_weights": weights,
-        "vocab_start": problem.rows.start,
-        "config": config,
-        "open_grad_weight": open_grad_weight_for(problem.weight, True),
-    }
+    call: dict[str, Any] = {"labels": problem.labels, "token_weights": weights, "config": config}
+    call |= {"tp_group": world.group if world.size > 1 else None, "vocab_start": problem.rows.start}
+    call |= {"sequence_parallel": world.sequence_parallel}
+    call |= {"open_grad_weight": open_grad_weight_for(problem.weight, True)}
     made = linear_cross_entropy(Call(problem.hidden, problem.weight, **(call | more)))
     if not told:
-        told |= {"plan": made.plan.strategy, "chunk_tokens": made.plan.capacity}
-        told |= {"logits_backend": made.logits_backend}
-        told |= {"predicted_peak_mib": round(made.plan.predicted_peak_bytes / 2**20, 1)}
+        plan, peak = made.plan, round(made.plan.predicted_peak_bytes / 2**20, 1)
+        told |= {"plan": plan.strategy, "chunk_tokens": plan.capacity, "predicted_peak_mib": peak}
+        told["logits_backend"] = made.logits_backend
     return made.outputs
 
 
@@ -120,11 +117,6 @@ def dynamo_for_many_shapes() -> None:
     config.automatic_dynamic_shapes = False
 
 
-@cache
-def has_apex() -> bool:
-    return find_spec("fused_weight_gradient_mlp_cuda") is not None
-
-
 def _unfused(world: World, *of_logits: Tensor) -> Any:
     return library("megatron.core.tensor_parallel.cross_entropy").vocab_parallel_cross_entropy(*of_logits)
 
@@ -142,7 +134,12 @@ def _te(world: World, *of_logits: Tensor, **how: bool) -> Any:
 
 #: Name -> ``(world, logits [T, 1, V], labels [T, 1]) -> loss [T, 1]``. The last one's gradient of the logits
 #: takes their place, which Megatron does not ask for.
-LOSSES = {"unfused": _unfused, "native": _native, "te": _te, "te-overwrite": partial(_te, overwrite_input=True)}
+LOSSES = {
+    "unfused": _unfused,
+    "native": _native,
+    "te": _te,
+    "te-overwrite": partial(_te, overwrite_input=True),
+}
 
 
 def _megatron(world: World, loss: Callable[..., Any], problem: Problem) -> Any:
@@ -151,7 +148,7 @@ def _megatron(world: World, loss: Callable[..., Any], problem: Problem) -> Any:
     layers = library("megatron.core.tensor_parallel.layers")
     logits = layers.linear_with_grad_accumulation_and_async_allreduce(
         *(problem.hidden.unsqueeze(1), problem.weight, None),
-        gradient_accumulation_fusion=has_apex() and problem.main_grad is not None,
+        gradient_accumulation_fusion=HAS_APEX and problem.main_grad is not None,
         allreduce_dgrad=world.size > 1 and not world.sequence_parallel,
         sequence_parallel=world.sequence_parallel,
         tp_group=world.group,
@@ -160,9 +157,9 @@ def _megatron(world: World, loss: Callable[..., Any], problem: Problem) -> Any:
 
 
 def megatron(world: World) -> list[Case]:
+    how: dict[str, Any] = {"why_not": needs_gpu(world), "family": MEGATRON}
     return [
-        foreign(f"megatron-{name}", partial(_megatron, world, loss), needs_gpu(world), family=MEGATRON)
-        for name, loss in LOSSES.items()
+        foreign(f"megatron-{name}", partial(_megatron, world, loss), **how) for name, loss in LOSSES.items()
     ]
 
 
@@ -175,9 +172,7 @@ def needs_gpu(world: World) -> str | None:
 
 
 def foreign(name: str, loss: Callable[[Problem], Any], why_not: str | None, **more: Any) -> Case:
-    """A case of a loss ``[T]``, or of the sum of losses; 4 products: logits computed twice."""
-    if more.get("products") == 4:
-        more |= {"base": "roof-4", "over": {"over_roof": "roof"}}
+    """A case of a loss ``[T]``, or of the sum of losses."""
     return Case(name, run=lambda problem: {"loss": loss(problem).float()}, why_not=why_not, **more)
 
 
@@ -221,13 +216,10 @@ def _liger(large: bool, problem: Problem) -> Any:
 
 
 def _cce(impl: str, problem: Problem) -> Any:
-    """Cut Cross Entropy; it finds ignored tokens on the host.
-
-    ``cce``, its default, leaves out tiles whose gradients are all below 2^-12; ``cce_exact`` none.
-    """
-    module = library("cut_cross_entropy")
+    """Cut Cross Entropy: ``cce``, its default, leaves out tiles whose gradients are all below 2^-12,
+    ``cce_exact`` none."""
     operands = problem.hidden, problem.weight, problem.labels
-    return module.linear_cross_entropy(*operands, reduction="none", impl=impl)
+    return library("cut_cross_entropy").linear_cross_entropy(*operands, reduction="none", impl=impl)
 
 
 def verl(hidden: Tensor, problem: Problem, temperature: float = 1.0, group: Any = None) -> Any:
@@ -252,20 +244,28 @@ def _verl_tp(problem: Problem) -> Any:
     return -verl(whole, problem, group=group)[0]
 
 
+#: By the names of ``cases.PEERS``; a loss whose gradients are made in the forward takes one upstream gradient.
+SUM: dict[str, Any] = {"grads": (("loss", "one_upstream"),)}
+KNOWN: dict[str, tuple[Callable[[Problem], Any], dict[str, Any]]] = {
+    "torch-compile": (_torch_compile, {}),
+    "liger": (partial(_liger, False), SUM),
+    "liger-large-chunks": (partial(_liger, True), SUM),
+    "cce": (partial(_cce, "cce"), FOUR),
+    "cce-exact": (partial(_cce, "cce_exact"), FOUR),
+    "verl-tp": (_verl_tp, FOUR),
+}
+
+
 def peers(world: World, names: list[str]) -> list[Case]:
-    """Those of ``cases.PEERS`` that are named."""
-    alone = needs_gpu(world) or (None if world.size == 1 else "knows no tensor parallelism")
-    together = needs_gpu(world) or ("needs several ranks" if world.size == 1 else None)
-    summed = {"grads": (("loss", "one_upstream"),)}  # gradients are made in the forward
-    known = [
-        foreign("torch-compile", _torch_compile, alone, family=PEER),
-        foreign("liger", partial(_liger, False), alone, family=PEER, **summed),
-        foreign("liger-large-chunks", partial(_liger, True), alone, family=PEER, **summed),
-        foreign("cce", partial(_cce, "cce"), alone, family=PEER, products=4),
-        foreign("cce-exact", partial(_cce, "cce_exact"), alone, family=PEER, products=4),
-        foreign("verl-tp", _verl_tp, together, family=PEER, products=4),
-    ]
-    return [case for case in known if case.name in names]
+    """Those that are named, with the reason where one cannot run on so many ranks."""
+    alone, together = (
+        (None, "needs several ranks") if world.size == 1 else ("knows no tensor parallelism", None)
+    )
+    found = []
+    for name in names:
+        why_not = needs_gpu(world) or (together if name in OVER_RANKS else alone)
+        found.append(foreign(name, KNOWN[name][0], why_not, family=PEER, **KNOWN[name][1]))
+    return found
 
 
 # --- the rows --------------------------------------------------------------------------------------

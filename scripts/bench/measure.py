@@ -1,10 +1,10 @@
 """The one way to measure: checked against fp64, then timed in turn, block after block, each over its base.
 
 Every case is first run at the timed size and compared with the op's definition in fp64: every output of every
-token, every entry of both gradients. Ours may have the error of eager PyTorch in the operands' dtype
-(`_bound`), or nothing is timed at all; others that are wrong are rows without times. Then every case has a
-turn in each block, in an order that is shuffled anew, so that a drifting clock favours none; the bases have
-two. A ratio is the median of the blocks' own ratios, with a 95 % interval.
+token, every entry of both gradients. Ours may be off by what eager PyTorch is in the operands' dtype
+(`bound_of`), or nothing is timed at all; others that are wrong are rows without times. Then every case has a turn in each
+block, in an order that is shuffled anew, so that a drifting clock favours none; the bases have two. A ratio is
+the median of the blocks' own ratios, with a 95 % interval.
 """
 
 from __future__ import annotations
@@ -23,24 +23,28 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megatron_fused_ce.scripts.bench.cases import Cell
-from megatron_fused_ce.scripts.bench.problem import BASE, OURS, Case, Mark, Op, Outputs, Problem, World, nothing
+from megatron_fused_ce.scripts.bench.problem import (
+    BASE,
+    OURS,
+    Case,
+    Mark,
+    Op,
+    Outputs,
+    Problem,
+    World,
+    nothing,
+)
 from megatron_fused_ce.scripts.lib import gpu
 from megatron_fused_ce.scripts.lib.live_storages import LiveStorages
 from megatron_fused_ce.scripts.lib.reference import FLOOR, relative_error
 from megatron_fused_ce.scripts.lib.results import Row
 
-#: Error of an exact case's outputs that is always allowed; else eager PyTorch's, and 1 % for its rounding.
-EXACT_FLOOR = {torch.bfloat16: 0.0, torch.float16: 0.0, torch.float32: 1e-6}
-EXACT_SLACK = 1.01
 #: A foreign implementation above this is not computing the same thing; below, its error is told. Cut Cross
 #: Entropy's filter leaves out 0.11 of grad_hidden on trained operands.
 FOREIGN_ERROR = 0.3
-#: Steps below this have their host time measured on three steps of each turn, others on one; both after one
-#: with cold caches.
-SHORT_STEP_MS = 30.0
+SHORT_STEP_MS = 30.0  # below this a turn has four steps that warm up, else two
 MOST_STEPS = 200
 OUT_OF_MEMORY = "out of memory"
 TIMES = ("forward_ms", "backward_ms", "time_ms", "host_ms")  # what `turn` gives
@@ -116,22 +120,21 @@ def evaluated(problem: Problem, case: Case, dtype: torch.dtype) -> Outputs:
     """
     weight = problem.all_weight.detach().to(dtype).requires_grad_()
     of_weight = torch.zeros_like(problem.weight, dtype=torch.float64, requires_grad=False)
-    found: dict[str, list[Tensor]] = {}
+    blocks: list[Outputs] = []
     for part in problem.blocks():
         hidden = problem.all_hidden[part].detach().to(dtype).requires_grad_()
         with torch.set_grad_enabled(bool(case.grads)):
             outputs = problem.definition(case.kind, hidden, weight, part)
+        blocks.append({name: value.detach() for name, value in outputs.items()})
         if case.grads:
             pairs = [(outputs[name], getattr(problem, of)) for name, of in case.grads]
             given = [(of[part] if of.dim() else of.expand(len(hidden))).to(z.dtype) for z, of in pairs]
             of_hidden, added = torch.autograd.grad([z for z, _ in pairs], [hidden, weight], given)
-            outputs["grad_hidden"] = of_hidden.float()
+            blocks[-1]["grad_hidden"] = of_hidden.float()
             of_weight += added[problem.rows]
             del pairs, added
-        for name, value in outputs.items():
-            found.setdefault(name, []).append(value.detach())
         del outputs, hidden
-    values = {name: torch.cat(blocks) for name, blocks in found.items()}
+    values = {name: torch.cat([block[name] for block in blocks]) for name in blocks[0]}
     if case.grads:
         values["grad_hidden"] = values["grad_hidden"][problem.tokens]
         values["grad_weight"] = of_weight.float()
@@ -145,22 +148,18 @@ def errors_of(case: Case, problem: Problem, exact: Outputs) -> dict[str, float]:
     with case.ready(problem) as step:
         made = {**step(), **(problem.gradients() if case.grads else {})}
     problem.reset()
-    true = {name: exact[name] if made[name].dim() else exact[name].sum() for name in made.keys() & exact.keys()}
+    true = {
+        name: exact[name] if made[name].dim() else exact[name].sum() for name in made.keys() & exact.keys()
+    }
     return {name: relative_error(made[name].view_as(true[name]), true[name]) for name in sorted(true)}
 
 
-def _judge(outcome: Outcome, dtype: torch.dtype, eager: dict[str, float]) -> None:
-    """Ours may have twice eager PyTorch's errors, exact outputs no more than those."""
-    case, wrong = outcome.case, []
-    for name, error in outcome.errors.items():
-        bound = max(FLOOR[dtype], 2 * eager[name]) if case.family == OURS else FOREIGN_ERROR
-        if case.is_exact and not name.startswith("grad_"):
-            bound = max(EXACT_FLOOR[dtype], EXACT_SLACK * eager[name])
-        if not error <= bound:
-            wrong.append(f"{name} {error:.2e} (bound {bound:.2e})")
-    if wrong and case.family == OURS:
-        raise WrongResult(f"{case.name} is wrong: {', '.join(wrong)}")
-    outcome.reason = f"wrong result: {', '.join(wrong)}" if wrong else None
+def bound_of(case: Case, dtype: torch.dtype, name: str, eager: float) -> float:
+    """Outputs of exact logits may have eager PyTorch's error, all else of ours twice that."""
+    if case.family != OURS:
+        return FOREIGN_ERROR
+    exact = case.is_exact and not name.startswith("grad_")
+    return max(1e-6, 1.01 * eager) if exact else max(FLOOR[dtype], 2 * eager)
 
 
 def check(outcomes: Sequence[Outcome], problem: Problem, world: World) -> dict[str, float]:
@@ -169,24 +168,31 @@ def check(outcomes: Sequence[Outcome], problem: Problem, world: World) -> dict[s
     Raises WrongResult where one of ours is above its bound.
     """
     alike: dict[Any, list[Outcome]] = {}
-    eager_errors: dict[str, float] = {}
+    eager: dict[str, float] = {}
     for outcome in outcomes:
         if outcome.reason is None:
             alike.setdefault((outcome.case.kind, outcome.case.grads), []).append(outcome)
     for same in alike.values():
-        exact, eager = (evaluated(problem, same[0].case, dtype) for dtype in (torch.float64, problem.dtype))
-        found = [relative_error(eager.pop(name), true) for name, true in exact.items()]
+        exact, rounded = (evaluated(problem, same[0].case, dtype) for dtype in (torch.float64, problem.dtype))
+        found = world.slowest([relative_error(rounded.pop(name), true) for name, true in exact.items()])
         give_back(world)
-        of_eager = dict(zip(exact, world.slowest(found), strict=True))
-        eager_errors |= {name: max(e, eager_errors.get(name, 0.0)) for name, e in of_eager.items()}
+        own = dict(zip(exact, found, strict=True))
+        eager |= {name: max(error, eager.get(name, 0.0)) for name, error in own.items()}
         for outcome in same:
             errors = attempt(partial(errors_of, outcome.case, problem, exact), outcome, world)
             problem.reset()
-            if errors is not None:
-                outcome.errors = dict(zip(errors, world.slowest(list(errors.values())), strict=True))
-                _judge(outcome, problem.dtype, of_eager)
+            if errors is None:
+                continue
+            outcome.errors = dict(zip(errors, world.slowest(list(errors.values())), strict=True))
+            off = []
+            for name, error in outcome.errors.items():
+                if not error <= (bound := bound_of(outcome.case, problem.dtype, name, own[name])):
+                    off.append(f"{name} {error:.2e} (bound {bound:.2e})")
+            if off and outcome.case.family == OURS:
+                raise WrongResult(f"{outcome.case.name} is wrong: {', '.join(off)}")
+            outcome.reason = f"wrong result: {', '.join(off)}" if off else None
         del exact
-    return eager_errors
+    return eager
 
 
 # --- memory, times ---------------------------------------------------------------------------------
@@ -236,28 +242,30 @@ def turn(step: Callable[[Mark], object], world: World, warm: int, steps: int) ->
     world.synchronise()
     of_steps = zip(marks[::3], marks[1::3], marks[2::3], strict=True)
     spans = [[world.ms(a, b), world.ms(b, c), world.ms(a, c)] for a, b, c in of_steps]
-    return [statistics.median(column) for column in (*zip(*spans, strict=True), host[1:][-3:] or host or [0.0])]
+    return [
+        statistics.median(column) for column in (*zip(*spans, strict=True), host[1:][-3:] or host or [0.0])
+    ]
 
 
 def time_cases(outcomes: dict[str, Outcome], problem: Problem, given: argparse.Namespace) -> None:
-    """Those that have no reason not to run have a turn a block, bases two, whose mean counts; in an order that
-    is shuffled anew in each block."""
-    world = problem.world
-
-    def turn_of(case: Case, warm: int, steps: int) -> list[float]:
-        with case.ready(problem) as step:
-            return turn(step, world, warm, steps)
+    """A turn a block of all that have no reason not to run, in an order that is shuffled anew in each; of a
+    base two, whose mean counts."""
+    world, sizes = (
+        problem.world,
+        dict[str, tuple[int, int]](),
+    )  # of a turn: steps that warm up, and that count
 
     def take(name: str, warm: int, steps: int) -> list[float] | None:
+        def action() -> list[float]:
+            with outcome.case.ready(problem) as step:
+                return turn(step, world, warm, steps)
+
         outcome, seen = outcomes[name], len(gpu.readings)
-        if outcome.reason is not None:
-            return None
-        sample = attempt(partial(turn_of, outcome.case, warm, steps), outcome, world)
+        sample = None if outcome.reason else attempt(action, outcome, world)
         outcome.readings += gpu.readings[seen:]
         problem.reset()
         return None if sample is None else world.slowest(sample)
 
-    sizes: dict[str, tuple[int, int]] = {}  # of a turn: steps that warm up, and that count
     for name in outcomes:
         if (first := take(name, 1, 1)) is not None:
             steps = max(1, min(MOST_STEPS, math.ceil(given.sample_ms / max(first[2], 1e-3))))
@@ -291,10 +299,9 @@ def paired(key: str, own: Outcome, base: Outcome | None, time: str = "time_ms") 
     """``key``: the median of the blocks' ratios of these times; and its `interval`."""
     ratios: list[float] = []
     if base is not None and not own.reason and not base.reason:
-        pairs, column = zip(own.samples, base.samples, strict=False), TIMES.index(time)
-        ratios = [round(a[column] / max(b[column], 1e-9), 4) for a, b in pairs]
-    middle = round(statistics.median(ratios), 4) if ratios else None
-    return {key: middle, f"{key}_interval": interval(ratios)}
+        at, pairs = TIMES.index(time), zip(own.samples, base.samples, strict=False)
+        ratios = [round(a[at] / max(b[at], 1e-9), 4) for a, b in pairs]
+    return {key: statistics.median(ratios) if ratios else None, f"{key}_interval": interval(ratios)}
 
 
 def row_of(outcome: Outcome, outcomes: dict[str, Outcome], size: int) -> Row:
@@ -308,8 +315,7 @@ def row_of(outcome: Outcome, outcomes: dict[str, Outcome], size: int) -> Row:
         "errors": errors,
         "upstream": "one scalar" if ("loss", "one_upstream") in case.grads else "weights",
         **paired("ratio", outcome, outcomes.get(case.base)),
-        "over": case.over,
-        **gpu.medians(outcome.readings),
+        **{"over": case.over, **gpu.medians(outcome.readings)},
         **dict.fromkeys((*TIMES, "spread", "tflops")),
         **case.told,
     }
@@ -318,8 +324,8 @@ def row_of(outcome: Outcome, outcomes: dict[str, Outcome], size: int) -> Row:
         row |= paired(f"host_{key}", outcome, outcomes.get(name), "host_ms")
     if samples and outcome.reason is None:
         columns = dict(zip(TIMES, zip(*samples, strict=True), strict=True))
-        row |= {name: round(statistics.median(column), 3) for name, column in columns.items()}
         times, time_ms = columns["time_ms"], statistics.median(columns["time_ms"])
+        row |= {name: round(statistics.median(column), 3) for name, column in columns.items()}
         row |= {"blocks": len(samples), "spread": round((max(times) - min(times)) / time_ms, 4)}
         row["tflops"] = round(2.0 * case.products * size / time_ms / 1e9, 1)
     return row
@@ -335,7 +341,7 @@ def measure(
     """
     world.sequence_parallel = cell.sequence_parallel
     dtype: torch.dtype = getattr(torch, given.dtype)
-    problem = op.problem(cell, world, dtype=dtype, wgrad_accumulator=op.wgrad_accumulator)
+    problem = op.problem(cell, world, dtype)
     outcomes = {case.name: Outcome(case, case.why_not) for case in op.rows(cases)}
     eager = check([outcomes[case.name] for case in cases], problem, world)
     del problem.all_weight
@@ -347,6 +353,6 @@ def measure(
     time_cases(outcomes, problem, given)
     T, H, V = cell.num_tokens, cell.hidden_size, problem.num_rows
     facts = {**facts, "shape": cell.shape, "T": T, "H": H, "V": V, "sp": cell.sequence_parallel}
-    facts |= {"wgrad_accumulator": op.wgrad_accumulator, "eager_errors": eager}
+    facts |= {"wgrad_accumulator": problem.wgrad_accumulator, "eager_errors": eager}
     facts |= {"operands": cell.origin, "operands_made": problem.about} if cell.operands else {}
     return [facts | row_of(outcome, outcomes, T * H * V) for outcome in outcomes.values()]

@@ -57,8 +57,8 @@ def options_of(vocab: int) -> dict[str, Option]:
 
 
 class WithOptions(Loss):
-    def __init__(self, cell: Cell, world: World, **options: Any) -> None:
-        super().__init__(cell, world, **options)
+    def __init__(self, cell: Cell, *world_dtype: Any) -> None:
+        super().__init__(cell, *world_dtype)
         T = self.num_tokens
         self.labels %= cell.vocab - PADDING
         # Not the loss's: that and the log-probability's would cancel, and zeros make products fast.

@@ -1,4 +1,4 @@
-"""What is measured: the ranks and their clock, one rank's operands, an op's cases, the bare products below them.
+"""What is measured: the ranks and their clock, one rank's operands, an op's cases, the bare products.
 
 The chip is limited by power and power depends on the data, so the products run on the operands of the real
 step and on a true gradient of the logits, rounded to the step's dtype; ``grad_weight`` ends where every
@@ -109,23 +109,17 @@ class World:
 class Problem:
     """This rank's operands of a cell; the class of an op adds its definition and what else it is given.
 
-    ``hidden`` ``[T / parts, H]`` and ``weight`` ``[V, H]`` are leaves, ``labels`` ``[T]`` global ids,
-    ``grad_loss`` ``[T]`` fp32 a scalar times ``token_weights``; ``one_upstream`` ``[]`` is for
-    implementations that take one for all tokens. ``main_grad`` ``[V, H]`` fp32 is the wgrad accumulator
-    unless ``wgrad_accumulator`` is "returned". ``all_hidden`` ``[T, H]`` and ``all_weight`` (all rows;
-    deleted before anything is timed) are the same on every rank.
+    ``hidden [T / parts, H]`` and ``weight [V, H]`` are leaves, ``labels [T]`` global ids, ``grad_loss [T]``
+    fp32 a scalar times ``token_weights``; ``one_upstream []`` is for implementations that take one for all
+    tokens. ``main_grad [V, H]`` fp32 is the wgrad accumulator unless that is "returned". ``all_hidden
+    [T, H]`` and ``all_weight`` (all rows; deleted before anything is timed) are the same on every rank.
     """
 
-    def __init__(
-        self,
-        cell: Cell,
-        world: World,
-        *,
-        dtype: torch.dtype = torch.bfloat16,
-        wgrad_accumulator: str = "main_grad",
-    ) -> None:
+    wgrad_accumulator = "main_grad"
+
+    def __init__(self, cell: Cell, world: World, dtype: torch.dtype = torch.bfloat16) -> None:
         self.cell, self.world, self.dtype, self.num_tokens = cell, world, dtype, cell.num_tokens
-        self._generator = torch.Generator(device=world.device).manual_seed(1)
+        self.generator = torch.Generator(device=world.device).manual_seed(1)
         T, H, V = cell.num_tokens, cell.hidden_size, cell.vocab
         self.all_hidden = self.normal(T, H, dtype=dtype)
         self.all_weight = self.normal(V, H, dtype=dtype).mul_(2.0 / math.sqrt(H))
@@ -146,17 +140,17 @@ class Problem:
         self.hidden = hidden.detach().requires_grad_()
         self.weight = weight.detach().requires_grad_()
         self.main_grad: Tensor | None = None
-        if wgrad_accumulator == "main_grad":
+        if self.wgrad_accumulator == "main_grad":
             self.main_grad = torch.zeros(self.weight.shape, device=world.device)
         self.weight.main_grad = self.main_grad  # type: ignore[attr-defined]
 
     def _take(self, file: Path, alike: bool) -> None:
-        """Operands of a trained head; with ``alike`` its labels, and random ones of its standard deviations."""
+        """A trained head's operands; with ``alike`` its labels, and random ones of its standard deviations."""
         try:
             given: dict[str, Any] = torch.load(file, map_location=self.world.device, weights_only=True)
             self.labels, self.about = given["labels"][: self.num_tokens].clone(), given["about"]
-            hidden, weight = given["hidden"][: self.num_tokens], given["weight"]
-            for own, theirs in ((self.all_hidden, hidden), (self.all_weight, weight)):
+            pairs = (self.all_hidden, given["hidden"][: self.num_tokens]), (self.all_weight, given["weight"])
+            for own, theirs in pairs:
                 theirs = theirs.view_as(own)  # or it says which sizes there are
                 own.copy_(own * (theirs.float().std() / own.float().std()) if alike else theirs)
         except Exception as error:
@@ -164,13 +158,13 @@ class Problem:
             raise UsageError(f"{file} has no operands {sizes}: {error}") from None
 
     def normal(self, *size: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.randn(*size, generator=self._generator, device=self.world.device, dtype=dtype)
+        return torch.randn(*size, generator=self.generator, device=self.world.device, dtype=dtype)
 
     def uniform(self, *size: int) -> Tensor:
-        return torch.rand(*size, generator=self._generator, device=self.world.device)
+        return torch.rand(*size, generator=self.generator, device=self.world.device)
 
     def ids(self, *size: int) -> Tensor:
-        return torch.randint(self.cell.vocab, size, generator=self._generator, device=self.world.device)
+        return torch.randint(self.cell.vocab, size, generator=self.generator, device=self.world.device)
 
     def blocks(self) -> Iterator[slice]:
         """The tokens, as many at once as logits of all rows may have."""
@@ -178,22 +172,18 @@ class Problem:
         for first in range(0, self.num_tokens, size):
             yield slice(first, min(first + size, self.num_tokens))
 
-    # --- an op's part ------------------------------------------------------------------------
-
     def definition(self, kind: Any, hidden: Tensor, weight: Tensor, part: slice) -> Outputs:
         """The outputs of the tokens ``part`` in plain PyTorch, in the dtype of ``hidden [t, H]`` and of
-        ``weight`` (all rows), with their graph; ``kind`` is the case's."""
+        ``weight`` (all rows), with their graph; ``kind`` is the case's. Every op has its own."""
         raise NotImplementedError
 
     def grad_logits(self, part: slice) -> Tensor:
-        """``[t, V]``: a true gradient of this rank's logits of the tokens ``part``, for the bare products."""
+        """``[t, V]``: a true gradient of this rank's logits of these tokens, for the bare products."""
         raise NotImplementedError
 
     def sides(self) -> list[tuple[Tensor, Tensor]]:
         """``(hidden [T, H], weight [V, H])`` of each product of logits in a step; the last has gradients."""
         return [(self.all_hidden, self.weight)]
-
-    # --- a step's ends -----------------------------------------------------------------------
 
     def reset(self) -> None:
         """Forget both gradients that autograd holds (no device work)."""
@@ -312,7 +302,6 @@ class Op:
     cases_of: Callable[[argparse.Namespace, Cell, World], list[Case]]
     bases: tuple[Bare, ...] = ()
     over_ranks: bool = False  # knows tensor parallelism
-    wgrad_accumulator: str = "main_grad"
 
     def rows(self, cases: Sequence[Case]) -> list[Case]:
         """The bases that these need, then they."""

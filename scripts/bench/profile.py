@@ -28,8 +28,7 @@ from megatron_fused_ce.scripts.lib import gpu
 from megatron_fused_ce.scripts.lib.results import Row
 
 TRACES = Path("build/profile")
-#: What the trace calls the profiled steps, and how many there are.
-STEP, STEPS = "a step of the head", 3
+STEP, STEPS = "a step of the head", 3  # what the trace calls the profiled steps; how many there are
 COLLECTIVES = ("all-gather", "statistics", "reduce-scatter", "all-reduce", "other collective")
 GEMM = "GEMM"
 #: Kind of a kernel by its name and its collective's dtype; the first that fits. Statistics travel in fp32.
@@ -65,31 +64,25 @@ def covered(spans: Iterable[Span]) -> float:
     return 1e-3 * total
 
 
-def summarise(steps: Sequence[Sequence[Span]]) -> Row:
-    """Milliseconds, means over the steps; spans of other streams may overlap.
+def summarise(step: Sequence[Span]) -> Row:
+    """Milliseconds of a step; spans of other streams may overlap.
 
     ``exposed_ms`` of a kind of collective is the time in which one runs and no compute does.
     """
-    row: Row = dict.fromkeys(("step_ms", "gemm_ms", "compute_ms", "exposed_ms", "idle_ms"), 0.0)
-    row["collectives"] = {}
-    for step in filter(None, steps):
-        compute = [span for span in step if span.kind not in COLLECTIVES]
-        whole = 1e-3 * (max(span.end for span in step) - min(span.start for span in step))
-        busy, computing = covered(step), covered(compute)
-        gemm = covered(span for span in compute if span.kind == GEMM)
-        times = (whole, gemm, computing, busy - computing, whole - busy)
-        for name, ms in zip(list(row), times, strict=False):
-            row[name] += ms / len(steps)
-        for kind in COLLECTIVES:
-            if own := [span for span in step if span.kind == kind]:
-                known = row["collectives"].setdefault(kind, {"ms": 0.0, "exposed_ms": 0.0})
-                known["ms"] += covered(own) / len(steps)
-                known["exposed_ms"] += (covered([*compute, *own]) - computing) / len(steps)
+    of = {kind: [span for span in step if span.kind == kind] for kind in (*COLLECTIVES, GEMM)}
+    compute = [span for span in step if span.kind not in COLLECTIVES]
+    whole = 1e-3 * (max(span.end for span in step) - min(span.start for span in step))
+    busy, computing = covered(step), covered(compute)
+    row: Row = {"step_ms": whole, "gemm_ms": covered(of[GEMM]), "compute_ms": computing}
+    row |= {"exposed_ms": busy - computing, "idle_ms": whole - busy, "collectives": {}}
+    for kind in filter(of.get, COLLECTIVES):
+        exposed = covered([*compute, *of[kind]]) - computing
+        row["collectives"][kind] = {"ms": covered(of[kind]), "exposed_ms": exposed}
     return row
 
 
 def recorded(action: Callable[[], Any], world: World, path: Path) -> Row:
-    """A row's figures, of kernels (on a CPU operators) in `STEPS` runs after two that warm up.
+    """A row's figures: of `STEPS` runs, after two that warm up, the one whose time is in the middle.
 
     Collectives (R > 1), beside ``action``'s: `World.slowest`'s before each step.
     """
@@ -106,7 +99,8 @@ def recorded(action: Callable[[], Any], world: World, path: Path) -> Row:
                 world.synchronise()
     path.parent.mkdir(parents=True, exist_ok=True)
     trace.export_chrome_trace(str(path))
-    row = summarise(steps_of_trace(json.loads(path.read_text())["traceEvents"], world.on_gpu))
+    steps = steps_of_trace(json.loads(path.read_text())["traceEvents"], world.on_gpu)
+    row = sorted(map(summarise, steps), key=lambda row: float(row["step_ms"]))[STEPS // 2]
     if world.rank == 0:
         order = f"self_{'device' if world.on_gpu else 'cpu'}_time_total"
         row["table"] = trace.key_averages().table(sort_by=order, row_limit=12, max_name_column_width=80)
@@ -119,15 +113,14 @@ def steps_of_trace(events: Iterable[Row], on_gpu: bool) -> list[list[Span]]:
     On a GPU its kernels and copies, on a CPU torch's operators and gloo's collectives (``c10d::`` is the
     call, gloo's threads do the work); an operator within another covers no more time.
     """
-    kernels, spans, steps = ("kernel", "gpu_memcpy", "gpu_memset"), [], []
-    for event in events:
-        if event.get("ph") != "X":
-            continue
+    spans, steps = [], []
+    for event in (event for event in events if event.get("ph") == "X"):
         start, end = float(event["ts"]), float(event["ts"]) + float(event["dur"])
         name, category = event["name"], event.get("cat")
+        on_device = category in ("kernel", "gpu_memcpy", "gpu_memset")
         if name == STEP and category == "user_annotation":
             steps.append((start, end))
-        elif category in kernels if on_gpu else name.startswith(("aten::", "gloo:")):
+        elif on_device if on_gpu else name.startswith(("aten::", "gloo:")):
             spans.append(Span(f"{name} {event.get('args', {}).get('dtype', '')}".strip(), start, end))
     return [[span for span in spans if first <= span.start < last] for first, last in sorted(steps)]
 
@@ -137,7 +130,7 @@ def measure(
 ) -> list[Row]:
     """A row of each base, case and rank. Collectives: an all-gather of rows."""
     world.sequence_parallel = cell.sequence_parallel
-    problem = op.problem(cell, world, dtype=getattr(torch, given.dtype))
+    problem = op.problem(cell, world, getattr(torch, given.dtype))
     del problem.all_weight
     facts = {**facts, "sp": cell.sequence_parallel, "shape": cell.shape, "T": cell.num_tokens}
     rows: list[Row] = []

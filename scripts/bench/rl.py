@@ -23,14 +23,16 @@ PLAIN, PER_TOKEN, ACTIVE, LABELS = "plain", "temperature per token", "half of th
 class Rl(Problem):
     """Beside the operands temperatures, ids and upstream gradients; random, nothing in it repeats."""
 
-    def __init__(self, cell: Cell, world: World, **options: Any) -> None:
-        super().__init__(cell, world, **options)
-        T, vocab, device = self.num_tokens, cell.vocab, world.device
+    wgrad_accumulator = "returned"
+
+    def __init__(self, cell: Cell, *world_dtype: Any) -> None:
+        super().__init__(cell, *world_dtype)
+        T, vocab, device = self.num_tokens, cell.vocab, self.world.device
         self.temperatures = 0.5 + self.uniform(1, T)
         self.of_log_prob, self.of_entropy = self.normal(T), 0.1 * self.normal(T)
         self.active = self.uniform(T) < 0.5
         self.of_active = self.of_log_prob * self.active
-        order, start = torch.randperm(vocab, generator=self._generator, device=device), self.ids(T, 1)
+        order, start = torch.randperm(vocab, generator=self.generator, device=device), self.ids(T, 1)
         self.ids_of: dict[Any, Tensor] = {}  # K: [T, K], different ones for a token
         for K in (K for K in LABELS if K <= vocab):
             self.ids_of[K] = order[(start + torch.arange(K, device=device)) % vocab]
@@ -97,4 +99,4 @@ def cases_of(given: argparse.Namespace, cell: Cell, world: World) -> list[Case]:
     return found
 
 
-OP = Op(Rl, cases_of, (bare(PRODUCT, 1), bare(GEMMS, 3)), wgrad_accumulator="returned")
+OP = Op(Rl, cases_of, (bare(PRODUCT, 1), bare(GEMMS, 3)))

@@ -38,7 +38,9 @@ def windows_of(found: list[str], vocab: int, length: int) -> Tensor:
     tokenizer, row = byte_level_bpe(found[: -(-len(found) // 4)], vocab, ["<|end|>"]), array("i")
     for text in found:
         row.extend([*tokenizer.encode(text).ids, 0])
-    return torch.frombuffer(row, dtype=torch.int32)[: len(row) // (length + 1) * (length + 1)].view(-1, length + 1)
+    return torch.frombuffer(row, dtype=torch.int32)[: len(row) // (length + 1) * (length + 1)].view(
+        -1, length + 1
+    )
 
 
 class Model(nn.Module):
@@ -79,7 +81,11 @@ def train(model: Model, data: Tensor, batch: int, steps: int, until: float, lr: 
         optimizer.zero_grad()
         order, step, told = order[batch:], step + 1, loss.item()  # waits: its time is that of steps that ran
         if step % 100 == 1:
-            print(f"trained: step {step}: loss {told:.4f}, {100 * share:.0f} % done", file=sys.stderr, flush=True)
+            print(
+                f"trained: step {step}: loss {told:.4f}, {100 * share:.0f} % done",
+                file=sys.stderr,
+                flush=True,
+            )
     return step
 
 
@@ -89,7 +95,12 @@ def main(words: list[str]) -> int:
     add = parser.add_argument
     add("file", type=Path, help="written by torch.save")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try it")
-    add("--seconds", type=cli.seconds, default=280.0, help="from the start to the training's end [%(default)s]")
+    add(
+        "--seconds",
+        type=cli.seconds,
+        default=280.0,
+        help="from the start to the training's end [%(default)s]",
+    )
     add("--megabytes", type=cli.number(), default=150.0, help="of text [%(default)s]")
     add("--text", nargs="+", default=PLACES, metavar="FOLDER", help="[%(default)s]")
     add("--lr", type=cli.number(), default=8e-4)
