@@ -1,15 +1,13 @@
 """Time and memory of the head against its matrix products, Megatron's paths and the peers, in one run.
 
     python -m scripts.bench --shapes llama-3-8b 4096x128256 --tokens 8192 32768
-    python -m scripts.bench --preset reach --peers --name reach
     torchrun --nproc-per-node 4 -m scripts.bench --preset tp --peers --name tp4
     python -m scripts.bench --preset trained --operands FILE --peers
-    python -m scripts.bench --preset commits --old CHECKOUT
 
-Before anything is timed every row is checked against fp64 at the timed size: one of this package that is
-wrong ends the run with exit code 1 and no figures. Then all rows have turns, block after block, in an order
-that is shuffled anew in each block (fixed seed), so that a drifting clock favours none. The ranks of a
-torchrun form one tensor-parallel group; times are the slowest rank's, peaks and errors the largest.
+Every row is checked against fp64 at the timed size: one of this package that is wrong ends the run with exit
+code 1 and no figures. Then all rows have turns, block after block, in an order that is shuffled anew in each
+(fixed seed), so that a drifting clock favours none. The ranks of a torchrun form one tensor-parallel group;
+times are the slowest rank's, peaks and errors the largest.
 
     roof      the three matrix products alone, by cuBLAS, on the true grad_logits of these operands
     roof-4    the same with the logits computed twice: the floor of recompute
@@ -20,10 +18,10 @@ torchrun form one tensor-parallel group; times are the slowest rank's, peaks and
               Megatron's output layer with its cross entropies and Transformer Engine's
     the rest  peers, with --peers
 
-Presets: reach, moe (heads of mixtures of experts) and tp time the loss at large sizes, small the host's share,
-too; trained a head that learned real text (scripts.bench.trained) and random operands as wide; options what
-each option of the loss costs; rl log-probabilities and entropy; distill divergences from a teacher; profile
-tells where a step's time goes and which collective is exposed; commits has another checkout beside this one.
+Presets: reach, moe (heads of mixtures of experts) and tp time the loss at large sizes, small the host's share
+too; trained a head that learned real text (scripts.bench.trained), and random operands as wide; options each
+option of the loss; rl log-probabilities and entropy; distill divergences from a teacher; commits another
+checkout beside this one.
 
 Out of memory, and a peer that fails or is absent, are rows; one that breaks the device ends the run, with
 the cells so far written: leave it out with --skip. Exit code 1: a row of this package is wrong; 2: arguments.
@@ -48,7 +46,7 @@ if TYPE_CHECKING:
 def main(words: list[str]) -> int:
     started = time.monotonic()
     given = cases.parse_arguments(__doc__ or "", words)
-    given.path = writable_file(given.out or results.RESULTS / "-") if given.out or given.name else None
+    path = writable_file(given.out or results.RESULTS / "-") if given.out or given.name else None
     if given.device == "cuda":
         require_gpus(cases.world_size(), "--device cpu tries it without, slowly")
     import torch
@@ -57,11 +55,9 @@ def main(words: list[str]) -> int:
 
     world = World(use_gpu=given.device == "cuda")
     device = torch.cuda.get_device_name() if world.on_gpu else "cpu"
-    source = results.made_by(device, ["scripts.bench", *words])
-    if given.name and not given.out:
-        given.path = results.default_path(results.RESULTS, device, given.name)
+    given.path = results.default_path(results.RESULTS, device, given.name) if path and not given.out else path
     try:
-        return run(given, world, source, started)
+        return run(given, world, results.made_by(device, ["scripts.bench", *words]), started)
     finally:
         world.close()
 
@@ -70,20 +66,21 @@ def run(given: argparse.Namespace, world: World, source: dict[str, Any], started
     from megatron_fused_ce.scripts.bench import measure
 
     name = given.preset if given.preset in cases.OF_ITS_OWN else "loss"
-    module: Any = import_module(f"megatron_fused_ce.scripts.bench.{name}")
-    if world.size > 1 and not module.OP.over_ranks:
+    op = import_module(f"megatron_fused_ce.scripts.bench.{name}").OP
+    if world.size > 1 and not op.over_ranks:
         raise UsageError(f"--preset {given.preset} knows no tensor parallelism: start it without torchrun")
-    rows_of = getattr(module, "measure", measure.measure)
-    facts = {**source, "dtype": given.dtype, "tp": world.size}
     done: list[list[results.Row]] = []
     for cell in given.cells:
-        elapsed = time.monotonic() - started
-        if world.slowest([elapsed])[0] > given.time_limit:
+        elapsed = world.slowest([time.monotonic() - started])[0]
+        if elapsed > given.time_limit:
             measure.say(world, f"{cell}: not started, {elapsed:.0f} of {given.time_limit:.0f} s are gone")
             continue
-        own = [c for c in module.OP.cases_of(given, cell, world) if not c.name.startswith(tuple(given.skip))]
+        own = [
+            case for case in op.cases_of(given, cell, world) if not case.name.startswith(tuple(given.skip))
+        ]
         try:
-            rows = rows_of(module.OP, cell, own, given, world, facts)
+            facts = {**source, "dtype": given.dtype, "tp": world.size}
+            done.append(measure.measure(op, cell, own, given, world, facts))
         except measure.WrongResult as wrong:
             measure.say(world, f"{cell}: {wrong}: nothing of this cell is printed")
             return 1
@@ -94,9 +91,8 @@ def run(given: argparse.Namespace, world: World, source: dict[str, Any], started
             continue
         finally:
             measure.give_back(world)
-        done.append(rows)
         if world.rank == 0:
-            print(report.cell(rows), flush=True)
+            print(report.cell(done[-1]), flush=True)
             if given.path is not None:  # a run that is cut short keeps its cells
                 report.write(given.path, done, source)
     if world.rank == 0 and done and given.path is not None:

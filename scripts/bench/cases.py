@@ -35,12 +35,11 @@ PRESETS = {
     "rl": "--shapes qwen2.5-7b:32768 --strategies store recompute --peers verl-tp",
     "distill": "--shapes llama-3-8b:8192,32768 llama-3.2-1b:8192 --peers torch-compile liger"
     " --strategies store grad_in_forward grad_in_forward:4096 recompute store/gemm_rows",
-    "profile": "--skip megatron-unfused megatron-native megatron-te-overwrite",
     "commits": "--shapes 1024x32064/rank:4096 4096x128256/rank:32768 --strategies store grad_in_forward"
     " --blocks 15",
 }
 #: Presets with an op of their own, in the module of that name.
-OF_ITS_OWN = ("options", "rl", "distill", "profile", "commits")
+OF_ITS_OWN = ("options", "rl", "distill", "commits")
 
 
 def world_size() -> int:
@@ -62,12 +61,10 @@ class Cell:
 
     @staticmethod
     def of(shape: str, num_tokens: int, **more: Any) -> Cell:
-        sizes, _, of_a_rank = shape.partition("/")
-        hidden_size, vocab = SHAPES.get(sizes) or map(int, sizes.split("x"))
-        if of_a_rank:
-            vocab *= world_size()
-            sizes = f"{hidden_size}x{vocab}"
-        return Cell(sizes, num_tokens, hidden_size, vocab, **more)
+        name, _, of_a_rank = shape.partition("/")
+        hidden_size, vocab = SHAPES.get(name) or map(int, name.split("x"))
+        vocab *= world_size() if of_a_rank else 1
+        return Cell(f"{hidden_size}x{vocab}" if of_a_rank else name, num_tokens, hidden_size, vocab, **more)
 
     def __str__(self) -> str:
         sizes = f"{self.shape} T={self.num_tokens} H={self.hidden_size} V={self.vocab}"
@@ -85,11 +82,12 @@ def shape_name(text: str) -> str:
     size = r"[1-9]\d{0,8}"
     if colon and not re.fullmatch(rf"{size}(,{size})*", tokens):
         raise argparse.ArgumentTypeError(f"expected numbers of tokens behind the colon, got {text[:40]!r}")
+    if re.fullmatch(rf"{size}x{size}(/rank)?", name):
+        return text
     try:
-        known = name if re.fullmatch(rf"{size}x{size}(/rank)?", name) else known_name(name, SHAPES)
+        return known_name(name, SHAPES) + colon + tokens
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-    return known + colon + tokens
 
 
 def parse_strategy(text: str) -> dict[str, Any]:
@@ -98,9 +96,11 @@ def parse_strategy(text: str) -> dict[str, Any]:
     name, colon, tokens = rest.partition(":")
     asked: dict[str, Any] = {"strategy": name}
     asked |= {"logits_backend" if way in LOGITS_BACKEND_CHOICES else "merge": way for way in ways}
-    if colon:
-        asked["chunk_tokens"] = int(tokens) if tokens.isdigit() else tokens
     try:
+        if len(asked) <= len(ways):
+            raise ValueError("two backends, or two merges")
+        if colon:
+            asked["chunk_tokens"] = int(tokens) if tokens.isdigit() else tokens
         FusedCEConfig(**asked)
     except ValueError as error:
         raise UsageError(f"{text}: {error}") from None
@@ -138,7 +138,6 @@ def parse_arguments(text: str, words: Sequence[str]) -> argparse.Namespace:
         given.peers = PEERS if world_size() == 1 else OVER_RANKS
     try:
         given.cells = cells_of(given)
-        given.strategies = list(dict.fromkeys(given.strategies))
         for name in given.strategies:
             parse_strategy(name)
     except ValueError as error:

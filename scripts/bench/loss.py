@@ -30,7 +30,7 @@ from megatron_fused_ce.scripts.bench.problem import MEGATRON, PEER, Case, Op, Ou
 HAS_APEX = find_spec("fused_weight_gradient_mlp_cuda") is not None
 #: What a user without this package would take: Megatron's layer, Transformer Engine's loss.
 STANDARD = "megatron-te"
-#: Tokens of a chunk where a library lets its user choose: on an H200 the fastest for most (Liger's issue 1472).
+#: Tokens of a chunk where a library lets its user choose, which most like on an H200 (Liger's issue 1472).
 CHUNK_TOKENS = 4096
 #: Of a case that computes the logits twice.
 FOUR: dict[str, Any] = {"base": "roof-4", "products": 4, "over": {"over_roof": "roof"}}
@@ -75,11 +75,9 @@ def ours(world: World, text: str) -> Case:
 
 def of_config(world: World, name: str, config: FusedCEConfig) -> Case:
     """A training step of this package with these options."""
-    told: dict[str, Any] = {}
-    more = FOUR if config.strategy == "recompute" else {}
-    over = {"over_te": STANDARD, **more.get("over", {})}
-    run = partial(loss_of, world, config, told)
-    return Case(name, run=run, is_exact=True, told=told, **{**more, "over": over})
+    more, told = FOUR if config.strategy == "recompute" else {}, dict[str, Any]()
+    more = {**more, "over": {"over_te": STANDARD, **more.get("over", {})}}
+    return Case(name, run=partial(loss_of, world, config, told), is_exact=True, told=told, **more)
 
 
 def loss_of(
@@ -108,44 +106,10 @@ def library(name: str) -> Any:
     return import_module(name)
 
 
-@cache
-def dynamo_for_many_shapes() -> None:
-    """An entry for each shape of a run (torch's own default is 8), all of them static as in training."""
-    config = library("torch._dynamo").config
-    limit = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"
-    setattr(config, limit, max(getattr(config, limit), 64))
-    config.automatic_dynamic_shapes = False
-
-
-def _unfused(world: World, *of_logits: Tensor) -> Any:
-    return library("megatron.core.tensor_parallel.cross_entropy").vocab_parallel_cross_entropy(*of_logits)
-
-
-def _native(world: World, *of_logits: Tensor) -> Any:
-    dynamo_for_many_shapes()
-    module = library("megatron.core.fusions.fused_cross_entropy")
-    return module.fused_vocab_parallel_cross_entropy(*of_logits, world.group)
-
-
-def _te(world: World, *of_logits: Tensor, **how: bool) -> Any:
-    module = library("transformer_engine.pytorch.cross_entropy")
-    return module.parallel_cross_entropy(*of_logits, 0.0, False, world.group, **how)
-
-
-#: Name -> ``(world, logits [T, 1, V], labels [T, 1]) -> loss [T, 1]``. The last one's gradient of the logits
-#: takes their place, which Megatron does not ask for.
-LOSSES = {
-    "unfused": _unfused,
-    "native": _native,
-    "te": _te,
-    "te-overwrite": partial(_te, overwrite_input=True),
-}
-
-
-def _megatron(world: World, loss: Callable[..., Any], problem: Problem) -> Any:
+def _megatron(loss: Callable[..., Any], problem: Problem) -> Any:
     # Without grad_added_to_main_grad Megatron returns None for the weight, as ours does here: the dummy
     # that DDP waits for would cost both the same.
-    layers = library("megatron.core.tensor_parallel.layers")
+    layers, world = library("megatron.core.tensor_parallel.layers"), problem.world
     logits = layers.linear_with_grad_accumulation_and_async_allreduce(
         *(problem.hidden.unsqueeze(1), problem.weight, None),
         gradient_accumulation_fusion=HAS_APEX and problem.main_grad is not None,
@@ -153,14 +117,26 @@ def _megatron(world: World, loss: Callable[..., Any], problem: Problem) -> Any:
         sequence_parallel=world.sequence_parallel,
         tp_group=world.group,
     )
-    return loss(world, logits, problem.labels.unsqueeze(1)).view(-1)
+    return loss(logits, problem.labels.unsqueeze(1)).view(-1)
 
 
 def megatron(world: World) -> list[Case]:
+    """Its layer with each loss, ``(logits [T, 1, V], labels [T, 1]) -> loss [T, 1]``. The gradient of the
+    last one takes the logits' place, which Megatron does not ask for."""
+
+    def loss(module: str, function: str, *more: Any, **how: bool) -> Callable[..., Any]:
+        return lambda *of_logits: getattr(library(module), function)(*of_logits, *more, **how)
+
+    core, group = "megatron.core", world.group
+    te = "transformer_engine.pytorch.cross_entropy", "parallel_cross_entropy", 0.0, False, group
+    losses = {
+        "unfused": loss(f"{core}.tensor_parallel.cross_entropy", "vocab_parallel_cross_entropy"),
+        "native": loss(f"{core}.fusions.fused_cross_entropy", "fused_vocab_parallel_cross_entropy", group),
+        "te": loss(*te),
+        "te-overwrite": loss(*te, overwrite_input=True),
+    }
     how: dict[str, Any] = {"why_not": needs_gpu(world), "family": MEGATRON}
-    return [
-        foreign(f"megatron-{name}", partial(_megatron, world, loss), **how) for name, loss in LOSSES.items()
-    ]
+    return [foreign(f"megatron-{name}", partial(_megatron, of), **how) for name, of in losses.items()]
 
 
 # --- peers -----------------------------------------------------------------------------------------
@@ -179,7 +155,6 @@ def foreign(name: str, loss: Callable[[Problem], Any], why_not: str | None, **mo
 @cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """For static shapes; past dynamo's limit ``fullgraph`` raises and runs no eager."""
-    dynamo_for_many_shapes()
     return torch.compile(function, fullgraph=True, dynamic=False)
 
 
@@ -244,7 +219,7 @@ def _verl_tp(problem: Problem) -> Any:
     return -verl(whole, problem, group=group)[0]
 
 
-#: By the names of ``cases.PEERS``; a loss whose gradients are made in the forward takes one upstream gradient.
+#: By their names; a loss whose gradients are made in the forward takes one upstream gradient for all tokens.
 SUM: dict[str, Any] = {"grads": (("loss", "one_upstream"),)}
 KNOWN: dict[str, tuple[Callable[[Problem], Any], dict[str, Any]]] = {
     "torch-compile": (_torch_compile, {}),

@@ -2,9 +2,9 @@
 
 Every case is first run at the timed size and compared with the op's definition in fp64: every output of every
 token, every entry of both gradients. Ours may be off by what eager PyTorch is in the operands' dtype
-(`bound_of`), or nothing is timed at all; others that are wrong are rows without times. Then every case has a turn in each
-block, in an order that is shuffled anew, so that a drifting clock favours none; the bases have two. A ratio is
-the median of the blocks' own ratios, with a 95 % interval.
+(`bound_of`), or nothing is timed at all; others that are wrong are rows without times. Then every case has a
+turn in each block, in an order that is shuffled anew, so that a drifting clock favours none; the bases have
+two. A ratio is the median of the blocks' own ratios, with a 95 % interval.
 """
 
 from __future__ import annotations
@@ -25,17 +25,7 @@ from typing import Any
 import torch
 
 from megatron_fused_ce.scripts.bench.cases import Cell
-from megatron_fused_ce.scripts.bench.problem import (
-    BASE,
-    OURS,
-    Case,
-    Mark,
-    Op,
-    Outputs,
-    Problem,
-    World,
-    nothing,
-)
+from megatron_fused_ce.scripts.bench.problem import BASE, OURS, Case, Op, Outputs, Problem, World
 from megatron_fused_ce.scripts.lib import gpu
 from megatron_fused_ce.scripts.lib.live_storages import LiveStorages
 from megatron_fused_ce.scripts.lib.reference import FLOOR, relative_error
@@ -44,8 +34,7 @@ from megatron_fused_ce.scripts.lib.results import Row
 #: A foreign implementation above this is not computing the same thing; below, its error is told. Cut Cross
 #: Entropy's filter leaves out 0.11 of grad_hidden on trained operands.
 FOREIGN_ERROR = 0.3
-SHORT_STEP_MS = 30.0  # below this a turn has four steps that warm up, else two
-MOST_STEPS = 200
+WARM, MOST_STEPS = 3, 200  # of a turn
 OUT_OF_MEMORY = "out of memory"
 TIMES = ("forward_ms", "backward_ms", "time_ms", "host_ms")  # what `turn` gives
 
@@ -98,13 +87,12 @@ def attempt(action: Callable[[], Any], outcome: Outcome, world: World) -> Any:
         reason = OUT_OF_MEMORY if is_out_of_memory(error) else said
         error.__traceback__ = None  # its frames hold tensors
     outcome.reason = next(filter(None, world.everyone(reason)), None)
-    if outcome.reason is None:
-        return result
-    if outcome.case.family == OURS and outcome.reason != OUT_OF_MEMORY:
-        raise WrongResult(f"{outcome.case.name} failed: {outcome.reason}")
-    result = None
-    give_back(world)
-    return None
+    if outcome.reason is not None:
+        result = None
+        give_back(world)
+        if outcome.case.family == OURS and outcome.reason != OUT_OF_MEMORY:
+            raise WrongResult(f"{outcome.case.name} failed: {outcome.reason}")
+    return result
 
 
 # --- checks against the truth ----------------------------------------------------------------------
@@ -148,10 +136,11 @@ def errors_of(case: Case, problem: Problem, exact: Outputs) -> dict[str, float]:
     with case.ready(problem) as step:
         made = {**step(), **(problem.gradients() if case.grads else {})}
     problem.reset()
-    true = {
-        name: exact[name] if made[name].dim() else exact[name].sum() for name in made.keys() & exact.keys()
-    }
-    return {name: relative_error(made[name].view_as(true[name]), true[name]) for name in sorted(true)}
+    errors = {}
+    for name in sorted(made.keys() & exact.keys()):
+        true = exact[name] if made[name].dim() else exact[name].sum()
+        errors[name] = relative_error(made[name].view_as(true), true)
+    return errors
 
 
 def bound_of(case: Case, dtype: torch.dtype, name: str, eager: float) -> float:
@@ -184,13 +173,15 @@ def check(outcomes: Sequence[Outcome], problem: Problem, world: World) -> dict[s
             if errors is None:
                 continue
             outcome.errors = dict(zip(errors, world.slowest(list(errors.values())), strict=True))
-            off = []
-            for name, error in outcome.errors.items():
-                if not error <= (bound := bound_of(outcome.case, problem.dtype, name, own[name])):
-                    off.append(f"{name} {error:.2e} (bound {bound:.2e})")
-            if off and outcome.case.family == OURS:
-                raise WrongResult(f"{outcome.case.name} is wrong: {', '.join(off)}")
+            bounds = {name: bound_of(outcome.case, problem.dtype, name, own[name]) for name in errors}
+            off = [
+                f"{n} {e:.2e} (bound {bounds[n]:.2e})"
+                for n, e in outcome.errors.items()
+                if not e <= bounds[n]
+            ]
             outcome.reason = f"wrong result: {', '.join(off)}" if off else None
+            if off and outcome.case.family == OURS:
+                raise WrongResult(f"{outcome.case.name}: {outcome.reason}")
         del exact
     return eager
 
@@ -221,17 +212,17 @@ def peak_mib(case: Case, problem: Problem, world: World) -> float:
     return peak / 2**20
 
 
-def turn(step: Callable[[Mark], object], world: World, warm: int, steps: int) -> list[float]:
+def turn(step: Callable[..., object], world: World, warm: int, steps: int) -> list[float]:
     """`TIMES`: medians over ``steps`` steps, without a wait between them.
 
     ``warm`` untimed steps come first; what the calls of one take to return, on an idle device, is the host's
-    time, of the last three of them but the first. The GPU is looked at in the last step.
+    time, of all but the first, which finds cold caches. The GPU is looked at in the last step.
     """
     host: list[float] = []
     for _ in range(warm):
         world.synchronise()
         start = time.perf_counter()
-        step(nothing)
+        step()
         host.append(1e3 * (time.perf_counter() - start))
     marks: list[Any] = []
     for _ in range(steps):
@@ -242,23 +233,18 @@ def turn(step: Callable[[Mark], object], world: World, warm: int, steps: int) ->
     world.synchronise()
     of_steps = zip(marks[::3], marks[1::3], marks[2::3], strict=True)
     spans = [[world.ms(a, b), world.ms(b, c), world.ms(a, c)] for a, b, c in of_steps]
-    return [
-        statistics.median(column) for column in (*zip(*spans, strict=True), host[1:][-3:] or host or [0.0])
-    ]
+    return [statistics.median(column) for column in (*zip(*spans, strict=True), host[1:] or host or [0.0])]
 
 
 def time_cases(outcomes: dict[str, Outcome], problem: Problem, given: argparse.Namespace) -> None:
     """A turn a block of all that have no reason not to run, in an order that is shuffled anew in each; of a
     base two, whose mean counts."""
-    world, sizes = (
-        problem.world,
-        dict[str, tuple[int, int]](),
-    )  # of a turn: steps that warm up, and that count
+    world, steps = problem.world, dict[str, int]()  # of a turn
 
-    def take(name: str, warm: int, steps: int) -> list[float] | None:
+    def take(name: str, warm: int, count: int) -> list[float] | None:
         def action() -> list[float]:
             with outcome.case.ready(problem) as step:
-                return turn(step, world, warm, steps)
+                return turn(step, world, warm, count)
 
         outcome, seen = outcomes[name], len(gpu.readings)
         sample = None if outcome.reason else attempt(action, outcome, world)
@@ -268,14 +254,13 @@ def time_cases(outcomes: dict[str, Outcome], problem: Problem, given: argparse.N
 
     for name in outcomes:
         if (first := take(name, 1, 1)) is not None:
-            steps = max(1, min(MOST_STEPS, math.ceil(given.sample_ms / max(first[2], 1e-3))))
-            sizes[name] = (4 if first[2] < SHORT_STEP_MS else 2, steps)
-    names = [*sizes, *sorted({outcomes[name].case.base for name in sizes} & sizes.keys())]
+            steps[name] = max(1, min(MOST_STEPS, math.ceil(given.sample_ms / max(first[2], 1e-3))))
+    names = [*steps, *sorted({outcomes[name].case.base for name in steps} & steps.keys())]
     generator = random.Random(0)  # the same on every rank
     for _ in range(given.blocks):
         found: dict[str, list[list[float]]] = {}
         for name in generator.sample(names, len(names)):
-            if (sample := take(name, *sizes[name])) is not None:
+            if (sample := take(name, WARM, steps[name])) is not None:
                 found.setdefault(name, []).append(sample)
         for name, several in found.items():
             outcomes[name].samples.append([statistics.mean(column) for column in zip(*several, strict=True)])
@@ -312,7 +297,7 @@ def row_of(outcome: Outcome, outcomes: dict[str, Outcome], size: int) -> Row:
         **{"variant": case.name, "family": case.family, "base": case.base, "roof_products": case.products},
         "peak_mib": None if outcome.peak_mib is None else round(outcome.peak_mib, 4),
         "error": outcome.reason or max(gradients or errors.values(), default=None),
-        "errors": errors,
+        **{"errors": errors, "blocks": len(samples)},
         "upstream": "one scalar" if ("loss", "one_upstream") in case.grads else "weights",
         **paired("ratio", outcome, outcomes.get(case.base)),
         **{"over": case.over, **gpu.medians(outcome.readings)},
@@ -326,7 +311,7 @@ def row_of(outcome: Outcome, outcomes: dict[str, Outcome], size: int) -> Row:
         columns = dict(zip(TIMES, zip(*samples, strict=True), strict=True))
         times, time_ms = columns["time_ms"], statistics.median(columns["time_ms"])
         row |= {name: round(statistics.median(column), 3) for name, column in columns.items()}
-        row |= {"blocks": len(samples), "spread": round((max(times) - min(times)) / time_ms, 4)}
+        row["spread"] = round((max(times) - min(times)) / time_ms, 4)
         row["tflops"] = round(2.0 * case.products * size / time_ms / 1e9, 1)
     return row
 
@@ -340,9 +325,10 @@ def measure(
     this package is wrong.
     """
     world.sequence_parallel = cell.sequence_parallel
-    dtype: torch.dtype = getattr(torch, given.dtype)
-    problem = op.problem(cell, world, dtype)
-    outcomes = {case.name: Outcome(case, case.why_not) for case in op.rows(cases)}
+    problem = op.problem(cell, world, getattr(torch, given.dtype))
+    wanted = {case.base for case in cases if case.why_not is None}
+    rows = [*(base for base in op.bases if base.name in wanted), *cases]
+    outcomes = {case.name: Outcome(case, case.why_not) for case in rows}
     eager = check([outcomes[case.name] for case in cases], problem, world)
     del problem.all_weight
     give_back(world)

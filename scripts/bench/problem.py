@@ -11,11 +11,12 @@ import argparse
 import math
 import os
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,8 @@ class World:
         self.sequence_parallel = sequence_parallel and self.size > 1
         if self.on_gpu:
             torch.cuda.set_device(self.device)
+            dynamo: Any = import_module("torch._dynamo")  # of what is compiled: each shape of a run alone
+            dynamo.config.recompile_limit, dynamo.config.automatic_dynamic_shapes = 64, False
         gloo.use_one_thread()
         options: dict[str, Any] = {"rank": self.rank, "world_size": self.size}
         if self.size == 1:  # a free port
@@ -133,25 +136,22 @@ class Problem:
         self.one_upstream = self.grad_loss.square().mean().sqrt()
         self.num_rows, own = V // world.size, T // world.parts
         self.rows = slice(world.rank * self.num_rows, (world.rank + 1) * self.num_rows)
-        first = own * world.rank if world.parts > 1 else 0
+        first = own * (world.rank % world.parts)
         self.tokens = slice(first, first + own)  # of this rank's hidden states
-        hidden = self.all_hidden if world.parts == 1 else self.all_hidden[self.tokens].clone()
-        weight = self.all_weight if world.size == 1 else self.all_weight[self.rows].clone()
-        self.hidden = hidden.detach().requires_grad_()
-        self.weight = weight.detach().requires_grad_()
+        self.hidden = self.all_hidden[self.tokens].clone().requires_grad_()
+        self.weight = self.all_weight[self.rows].clone().requires_grad_()
         self.main_grad: Tensor | None = None
         if self.wgrad_accumulator == "main_grad":
             self.main_grad = torch.zeros(self.weight.shape, device=world.device)
         self.weight.main_grad = self.main_grad  # type: ignore[attr-defined]
 
     def _take(self, file: Path, alike: bool) -> None:
-        """A trained head's operands; with ``alike`` its labels, and random ones of its standard deviations."""
+        """A trained head's operands; with ``alike`` its labels, and random ones as wide."""
         try:
             given: dict[str, Any] = torch.load(file, map_location=self.world.device, weights_only=True)
             self.labels, self.about = given["labels"][: self.num_tokens].clone(), given["about"]
-            pairs = (self.all_hidden, given["hidden"][: self.num_tokens]), (self.all_weight, given["weight"])
-            for own, theirs in pairs:
-                theirs = theirs.view_as(own)  # or it says which sizes there are
+            for own, name in ((self.all_hidden, "hidden"), (self.all_weight, "weight")):
+                theirs = given[name][: len(own)].view_as(own)  # or it says which sizes there are
                 own.copy_(own * (theirs.float().std() / own.float().std()) if alike else theirs)
         except Exception as error:
             sizes = f"of {self.cell} (--shapes HxV, --tokens) by scripts.bench.trained"
@@ -270,7 +270,7 @@ class Bare(Case):
             of_hidden = torch.empty_like(hidden)
             of_weight = torch.empty_like(problem.weight) if main_grad is None else main_grad
 
-            def step(mark: Mark) -> Outputs:
+            def step(mark: Mark = nothing) -> Outputs:
                 mark()
                 for of_side, rows in sides:
                     torch.mm(of_side, rows.t(), out=logits)
@@ -302,8 +302,3 @@ class Op:
     cases_of: Callable[[argparse.Namespace, Cell, World], list[Case]]
     bases: tuple[Bare, ...] = ()
     over_ranks: bool = False  # knows tensor parallelism
-
-    def rows(self, cases: Sequence[Case]) -> list[Case]:
-        """The bases that these need, then they."""
-        wanted = {case.base for case in cases if case.why_not is None}
-        return [*(base for base in self.bases if base.name in wanted), *cases]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ class Rl(Problem):
         self.of_active = self.of_log_prob * self.active
         order, start = torch.randperm(vocab, generator=self.generator, device=device), self.ids(T, 1)
         self.ids_of: dict[Any, Tensor] = {}  # K: [T, K], different ones for a token
-        for K in (K for K in LABELS if K <= vocab):
+        for K in filter(vocab.__ge__, LABELS):
             self.ids_of[K] = order[(start + torch.arange(K, device=device)) % vocab]
             setattr(self, f"of_{K}_ids", self.normal(T, K))
 
@@ -58,9 +59,7 @@ class Rl(Problem):
 
 def _ours(strategy: str, kind: Any, entropy: str, problem: Rl) -> Outputs:
     made = token_log_probs(
-        problem.hidden,
-        problem.weight,
-        problem.ids_of.get(kind, problem.labels),
+        *(problem.hidden, problem.weight, problem.ids_of.get(kind, problem.labels)),
         temperature=problem.temperatures[0] if kind == PER_TOKEN else TEMPERATURE,
         entropy=entropy,
         active_mask=problem.active if kind == ACTIVE else None,
@@ -87,15 +86,17 @@ def cases_of(given: argparse.Namespace, cell: Cell, world: World) -> list[Case]:
     if "verl-tp" in given.peers:
         row("verl", PLAIN, _verl, *both, **of_verl)
         row(f"verl{FORWARD}", PLAIN, _verl, **of_verl)
-    for name in given.strategies:
-        row(f"entropy{FORWARD}, {name}", PLAIN, partial(_ours, name, PLAIN, "detached"))
-        row(f"log-probability, {name}", PLAIN, partial(_ours, name, PLAIN, "none"), "of_log_prob")
-        row(f"entropy, {name}", PLAIN, partial(_ours, name, PLAIN, "detached"), "of_log_prob")
-        row(f"entropy with gradient, {name}", PLAIN, partial(_ours, name, PLAIN, "differentiable"), *both)
-        row(f"{PER_TOKEN}, {name}", PER_TOKEN, partial(_ours, name, PER_TOKEN, "differentiable"), *both)
-        row(f"{ACTIVE}, {name}", ACTIVE, partial(_ours, name, ACTIVE, "none"), "of_active")
-        for K in (K for K in LABELS if K <= cell.vocab):
-            row(f"{K} labels, {name}", K, partial(_ours, name, K, "none"), f"of_{K}_ids")
+    rows: list[tuple[str, Any, str, tuple[str, ...]]] = [  # name, kind, entropy, upstream gradients
+        (f"entropy{FORWARD}", PLAIN, "detached", ()),
+        ("log-probability", PLAIN, "none", both[:1]),
+        ("entropy", PLAIN, "detached", both[:1]),
+        ("entropy with gradient", PLAIN, "differentiable", both),
+        (PER_TOKEN, PER_TOKEN, "differentiable", both),
+        (ACTIVE, ACTIVE, "none", ("of_active",)),
+        *((f"{K} labels", K, "none", (f"of_{K}_ids",)) for K in LABELS if cell.vocab >= K),
+    ]
+    for strategy, (name, kind, entropy, of) in product(given.strategies, rows):
+        row(f"{name}, {strategy}", kind, partial(_ours, strategy, kind, entropy), *of)
     return found
 
 

@@ -30,7 +30,6 @@ from megatron_fused_ce.scripts.runs.real_text import byte_level_bpe, texts
 
 PLACES = ["/usr/lib", "/usr/include", "/usr/share/doc", "/usr/local/cuda/include"]
 PLACES += [sysconfig.get_path("stdlib"), *(folder for folder in sys.path if folder.endswith("-packages"))]
-HEAD_SIZE = 64
 
 
 def windows_of(found: list[str], vocab: int, length: int) -> Tensor:
@@ -38,26 +37,23 @@ def windows_of(found: list[str], vocab: int, length: int) -> Tensor:
     tokenizer, row = byte_level_bpe(found[: -(-len(found) // 4)], vocab, ["<|end|>"]), array("i")
     for text in found:
         row.extend([*tokenizer.encode(text).ids, 0])
-    return torch.frombuffer(row, dtype=torch.int32)[: len(row) // (length + 1) * (length + 1)].view(
-        -1, length + 1
-    )
+    del row[len(row) // (length + 1) * (length + 1) :]
+    return torch.frombuffer(row, dtype=torch.int32).view(-1, length + 1)
 
 
 class Model(nn.Module):
     def __init__(self, vocab: int, hidden: int, layers: int, length: int) -> None:
         super().__init__()
-        self.embedding, self.place = nn.Embedding(vocab, hidden), nn.Embedding(length, hidden)
-        one = nn.TransformerEncoderLayer(
-            hidden, max(1, hidden // HEAD_SIZE), 4 * hidden, 0.0, "gelu", batch_first=True, norm_first=True
-        )
+        how = {"activation": "gelu", "batch_first": True, "norm_first": True}
+        one = nn.TransformerEncoderLayer(hidden, max(1, hidden // 64), 4 * hidden, 0.0, **how)
         self.body = nn.TransformerEncoder(one, layers, nn.LayerNorm(hidden), enable_nested_tensor=False)
+        self.embedding, self.place = nn.Embedding(vocab, hidden), nn.Embedding(length, hidden)
         self.head = nn.Linear(hidden, vocab, bias=False)
         for table in (self.embedding, self.place, self.head):
             nn.init.normal_(table.weight, std=0.02)
 
     def forward(self, rows: Tensor) -> list[Tensor]:
-        """Of windows ``hidden [B * L, H]``, ``weight [V, H]``, ``labels [B * L]`` and their losses, by this
-        package."""
+        """Of windows ``hidden [B * L, H]``, ``weight [V, H]``, ``labels [B * L]`` and their losses."""
         ids, labels = rows[:, :-1].long(), rows[:, 1:].long().flatten()
         mask = nn.Transformer.generate_square_subsequent_mask(ids.shape[1], device=ids.device)
         with torch.autocast(ids.device.type, torch.bfloat16):
@@ -81,11 +77,7 @@ def train(model: Model, data: Tensor, batch: int, steps: int, until: float, lr: 
         optimizer.zero_grad()
         order, step, told = order[batch:], step + 1, loss.item()  # waits: its time is that of steps that ran
         if step % 100 == 1:
-            print(
-                f"trained: step {step}: loss {told:.4f}, {100 * share:.0f} % done",
-                file=sys.stderr,
-                flush=True,
-            )
+            print(f"trained: step {step}: loss {told:.4f}, {share:.0%} done", file=sys.stderr, flush=True)
     return step
 
 
@@ -119,15 +111,15 @@ def main(words: list[str]) -> int:
         raise cli.UsageError("too little text for --tokens, --length and --batch: more --megabytes or --text")
     torch.manual_seed(0)
     model = Model(given.vocab, given.hidden, given.layers, given.length).to(given.device)
-    steps = train(model, data, given.batch, given.steps, until, given.lr)
+    about = {"files": len(found), "layers": given.layers, "text_tokens": data.numel()}
+    about |= {"ids_in_text": len(data.unique())}
+    about["steps"] = train(model, data, given.batch, given.steps, until, given.lr)
     with torch.no_grad():
-        *made, losses = model(rest)
-    operands = dict(zip(("hidden", "weight", "labels"), (tensor.cpu() for tensor in made), strict=True))
-    about = {"files": len(found), "layers": given.layers, "text_tokens": data.numel(), "steps": steps}
-    about |= {f"std_of_{n}": operands[n].float().std().item() for n in ("hidden", "weight")}
-    about |= {"ids_in_text": len(data.unique()), "held_out_loss": losses.mean().item()}
+        hidden, weight, labels, losses = (tensor.cpu() for tensor in model(rest))
+    about |= {"std_of_hidden": hidden.float().std().item(), "std_of_weight": weight.float().std().item()}
+    about["held_out_loss"] = losses.mean().item()
     print(f"trained: {', '.join(f'{name} {value:.6g}' for name, value in about.items())}", file=sys.stderr)
-    torch.save({**operands, "about": about}, given.file)
+    torch.save({"hidden": hidden, "weight": weight, "labels": labels, "about": about}, given.file)
     return 0
 
 
