@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from megatron_fused_ce.cli.command_line import UsageError, command, require_gpus, writable_file
@@ -63,10 +62,10 @@ def main(words: list[str]) -> int:
 
 
 def run(given: argparse.Namespace, world: World, source: dict[str, Any], started: float) -> int:
-    from megatron_fused_ce.scripts.bench import measure
+    from megatron_fused_ce.scripts.bench import commits, distill, loss, measure, rl
 
-    name = given.preset if given.preset in cases.OF_ITS_OWN else "loss"
-    op = import_module(f"megatron_fused_ce.scripts.bench.{name}").OP
+    others = {"options": loss.OPTIONS, "rl": rl.OP, "distill": distill.OP, "commits": commits.OP}
+    op = others.get(given.preset, loss.OP)
     if world.size > 1 and not op.over_ranks:
         raise UsageError(f"--preset {given.preset} knows no tensor parallelism: start it without torchrun")
     done: list[list[results.Row]] = []

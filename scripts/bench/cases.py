@@ -18,9 +18,9 @@ from megatron_fused_ce.scripts.lib.results import RESULTS
 
 #: Name -> (H, vocabulary) of a head.
 SHAPES = {name: head_sizes(name) for name in MODELS} | {"tiny": (64, 512)}
+TRAINED, ALIKE = "trained", "random, as wide"
 PEERS, OVER_RANKS = ("torch-compile", "liger", "liger-large-chunks", "cce", "cce-exact"), ("verl-tp",)
-#: A preset is short for these words, which words behind it override. Cheap cells first, since a time limit
-#: cuts the end; six blocks or more, as an interval needs.
+#: What a preset is short for; words behind it override these. Cheap cells first: a time limit cuts the end.
 PRESETS = {
     "reach": "--shapes llama-3-8b:8192,32768 qwen3-1.7b:32768 gemma-2-2b:32768 llama-3-70b:8192,32768"
     " llama-3-8b:131072 qwen3-1.7b:131072",
@@ -38,8 +38,6 @@ PRESETS = {
     "commits": "--shapes 1024x32064/rank:4096 4096x128256/rank:32768 --strategies store grad_in_forward"
     " --blocks 15",
 }
-#: Presets with an op of their own, in the module of that name.
-OF_ITS_OWN = ("options", "rl", "distill", "commits")
 
 
 def world_size() -> int:
@@ -57,7 +55,7 @@ class Cell:
     vocab: int  # over all ranks
     sequence_parallel: bool = False
     operands: Path | None = None  # file of scripts.bench.trained; None: random ones
-    alike: bool = False  # of that file the labels and standard deviations alone
+    origin: str = ""  # `TRAINED`, or `ALIKE`: of that file the labels and standard deviations alone
 
     @staticmethod
     def of(shape: str, num_tokens: int, **more: Any) -> Cell:
@@ -68,12 +66,7 @@ class Cell:
 
     def __str__(self) -> str:
         sizes = f"{self.shape} T={self.num_tokens} H={self.hidden_size} V={self.vocab}"
-        return sizes + " SP" * self.sequence_parallel + (f", {self.origin}" if self.origin else "")
-
-    @property
-    def origin(self) -> str | None:
-        """The operands in a word, where they come from a file."""
-        return None if self.operands is None else "random, as wide" if self.alike else "trained"
+        return sizes + " SP" * self.sequence_parallel + f", {self.origin}" * bool(self.origin)
 
 
 def shape_name(text: str) -> str:
@@ -154,12 +147,12 @@ def cells_of(given: argparse.Namespace) -> list[Cell]:
     if given.operands is not None and not given.operands.is_file():
         raise ValueError(f"--operands {given.operands} is no file")
     size, found = world_size(), list[Cell]()
-    modes = {"on": (True,), "both": (True, False)}.get(given.sequence_parallel if size > 1 else "", (False,))
+    modes = {"on": (True,), "both": (True, False)}.get(given.sequence_parallel * (size > 1), (False,))
     for word in given.shapes:
         shape, _, own = word.partition(":")
         tokens = map(int, own.split(",")) if own else given.tokens
-        for T, mode, alike in product(tokens, modes, (False, True) if given.operands else (False,)):
-            found.append(Cell.of(shape, T, sequence_parallel=mode, operands=given.operands, alike=alike))
+        for T, mode, origin in product(tokens, modes, (TRAINED, ALIKE) if given.operands else ("",)):
+            found.append(Cell.of(shape, T, sequence_parallel=mode, operands=given.operands, origin=origin))
             if T % size or found[-1].vocab % size:
                 raise ValueError(f"{found[-1]} does not divide over {size} ranks")
     return found

@@ -50,8 +50,8 @@ class Old(Case):
         sys.modules.update(ASIDE)
         sys.path.insert(0, str(self.folder))
         try:
-            found = Path(str(import_module(PACKAGE).__file__))
-            if self.folder not in found.resolve().parents:
+            found = import_module(PACKAGE).__file__
+            if self.folder not in Path(str(found)).resolve().parents:
                 raise ValueError(f"{PACKAGE} came from {found}")
             with super().ready(problem) as step:
                 yield step

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import count
-from typing import Any
+from itertools import count, product
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,8 @@ from megatron_fused_ce import FusedCEConfig
 from megatron_fused_ce.adapter.main_grad import open_grad_weight_for
 from megatron_fused_ce.head.autograd import linear_cross_entropy
 from megatron_fused_ce.head.call import Call
+from megatron_fused_ce.losses.outputs import differentiable_of
+from megatron_fused_ce.ops.labels import SeveralLabels
 from megatron_fused_ce.scripts.bench.cases import OVER_RANKS, Cell, parse_strategy
 from megatron_fused_ce.scripts.bench.problem import MEGATRON, PEER, Case, Op, Outputs, Problem, World, bare
 
@@ -167,20 +169,15 @@ def _torch_compile(problem: Problem) -> Any:
 
 
 def liger_chunk_budget(T: int, H: int, V: int) -> int:
-    """The smallest power of two for Liger's ``chunk_mem_const`` that makes chunks of `CHUNK_TOKENS` or more.
-
-    Liger's chunk is ``next_pow2(ceil(T / ceil(V / (budget * H))))`` tokens.
-    """
+    """The smallest power of two for Liger's ``chunk_mem_const`` that makes chunks of `CHUNK_TOKENS` or more;
+    its chunk is ``next_pow2(ceil(T / ceil(V / (budget * H))))`` tokens."""
     tokens = ((1 << n, -(-T // -(-V // (H << n)))) for n in count())
     return next(n for n, t in tokens if 1 << (t - 1).bit_length() >= min(T, CHUNK_TOKENS))
 
 
 def _liger(large: bool, problem: Problem) -> Any:
-    """Liger's Triton chunks: its default, or `CHUNK_TOKENS` or more.
-
-    ``grad_weight`` is summed over the chunks in the weight's dtype (its default).
-    """
-    # From the submodule: `liger_kernel.ops` itself may be swapped by LIGER_KERNEL_IMPL.
+    """Liger's Triton chunks: its default, or `CHUNK_TOKENS` or more; ``grad_weight`` is summed over them in the
+    weight's dtype (its default). `liger_kernel.ops` itself may be swapped by LIGER_KERNEL_IMPL."""
     module = library("liger_kernel.ops.fused_linear_cross_entropy")
     budget = liger_chunk_budget(*problem.hidden.shape, problem.num_rows) if large else 1
     return module.LigerFusedLinearCrossEntropyFunction.apply(
@@ -204,18 +201,17 @@ def verl(hidden: Tensor, problem: Problem, temperature: float = 1.0, group: Any 
 
 
 def _verl_tp(problem: Problem) -> Any:
-    """It knows no sequence parallelism, and its ``grad_hidden`` is this rank's share: gather and reduction
-    are Megatron's and count as verl's.
+    """verl knows no sequence parallelism, and leaves each rank its share of ``grad_hidden``: gather and
+    reduction are Megatron's and count as verl's.
 
     Collectives: with sequence parallelism an all-gather here and a reduce-scatter in the backward, without
     it an all-reduce in the backward.
     """
-    mappings = library("megatron.core.tensor_parallel.mappings")
-    hidden, group = problem.hidden, problem.world.group
+    mappings, group = library("megatron.core.tensor_parallel.mappings"), problem.world.group
     if problem.world.parts > 1:
-        whole = mappings.gather_from_sequence_parallel_region(hidden, True, group)
+        whole = mappings.gather_from_sequence_parallel_region(problem.hidden, True, group)
     else:
-        whole = mappings.copy_to_tensor_model_parallel_region(hidden, group)
+        whole = mappings.copy_to_tensor_model_parallel_region(problem.hidden, group)
     return -verl(whole, problem, group=group)[0]
 
 
@@ -243,6 +239,83 @@ def peers(world: World, names: list[str]) -> list[Case]:
     return found
 
 
+# --- what each option costs beside the plain loss --------------------------------------------------
+
+PLAIN, TEACHER_CLASSES = "plain", 64
+PADDING = 200  # columns of a padded vocabulary
+
+
+class Option(NamedTuple):
+    config: tuple[tuple[str, Any], ...] = ()
+    outputs: tuple[str, ...] = ()
+    differentiable: bool = False
+    teacher: bool = False
+
+
+def options_of(vocab: int) -> dict[str, Option]:
+    """Every option by its name."""
+    softcap = ("logit_softcap", 30.0)
+    return {
+        PLAIN: Option(),
+        "logit scale": Option((("logit_scale", 0.5),)),
+        "ignore_index": Option((("ignore_index", -100),)),
+        "z-loss": Option((("z_loss", 1e-4),)),
+        "masked padding": Option((("true_vocab_size", vocab - PADDING),)),
+        "softcap": Option((softcap,)),
+        "softcap, rows": Option((softcap, ("logits_backend", "gemm_rows"))),
+        "label smoothing": Option((("label_smoothing", 0.1),)),
+        "logits rounded": Option((("logit_precision", "activations"),)),
+        "accuracy": Option(outputs=("correct",)),
+        "lse, log-probability": Option(outputs=("lse", "log_prob")),
+        "predicted ids": Option(outputs=("predicted",)),
+        "entropy": Option(outputs=("entropy",)),
+        "log-probability with gradient": Option(outputs=("log_prob",), differentiable=True),
+        "entropy with gradient": Option(outputs=("entropy",), differentiable=True),
+        f"teacher's top {TEACHER_CLASSES}": Option(teacher=True),
+    }
+
+
+class WithOptions(Loss):
+    def __init__(self, cell: Cell, *world_dtype: Any) -> None:
+        super().__init__(cell, *world_dtype)
+        T = self.num_tokens
+        self.labels %= cell.vocab - PADDING
+        # Not the loss's: that and the log-probability's would cancel, and zeros make products fast.
+        self.other = self.uniform(T)
+        self.teacher = self.ids(T, TEACHER_CLASSES), self.normal(T, TEACHER_CLASSES).log_softmax(-1)
+
+    def definition(self, kind: Option, hidden: Tensor, weight: Tensor, part: slice) -> Outputs:
+        config = FusedCEConfig(**dict(kind.config))
+        z, cap = wide(hidden @ weight.t()) * config.logit_scale, config.logit_softcap
+        z = (z if cap is None else cap * torch.tanh(z / cap))[:, : config.true_vocab_size]
+        smoothing = config.label_smoothing * z.shape[1] / (z.shape[1] - 1)
+        loss = F.cross_entropy(z, self.labels[part], reduction="none", label_smoothing=smoothing)
+        lse, log_p = z.logsumexp(-1), z.log_softmax(-1)
+        if kind.teacher:
+            ids, log_probs = (of[part] for of in self.teacher)
+            loss = -(log_probs.to(z.dtype).exp() * log_p.gather(1, ids)).sum(-1)
+        loss = loss + (config.z_loss or 0.0) * lse**2
+        found = {"loss": loss, "lse": lse, "log_prob": log_p.gather(1, self.labels[part, None])[:, 0]}
+        return found | ({"entropy": -(log_p.exp() * log_p).sum(-1)} if "entropy" in kind.outputs else {})
+
+
+def _with_option(world: World, name: str, option: Option, strategy: str) -> Case:
+    config, told = config_of(strategy, **dict(option.config)), dict[str, Any]()
+
+    def run(problem: WithOptions) -> Outputs:
+        more: dict[str, Any] = {"outputs": option.outputs}
+        if option.differentiable:
+            more["differentiable"] = differentiable_of(option.outputs)
+        if option.teacher:
+            labels = torch.full_like(problem.labels, -1)
+            more |= {"other_targets": SeveralLabels(*problem.teacher), "labels": labels}
+        return loss_of(world, config, told, problem, **more)
+
+    grads = [("loss", "grad_loss"), *((name, "other") for name in option.outputs * option.differentiable)]
+    over = f"{PLAIN}, {strategy}"
+    return Case(f"{name}, {strategy}", run=run, kind=option, grads=tuple(grads), base=over)
+
+
 # --- the rows --------------------------------------------------------------------------------------
 
 
@@ -252,4 +325,14 @@ def cases_of(given: argparse.Namespace, cell: Cell, world: World) -> list[Case]:
     return [*own, *megatron(world), *peers(world, given.peers)]
 
 
+def option_cases(given: argparse.Namespace, cell: Cell, world: World) -> list[Case]:
+    """Each option with every strategy that knows it."""
+    return [
+        _with_option(world, name, option, strategy)
+        for strategy, (name, option) in product(given.strategies, options_of(cell.vocab).items())
+        if not (strategy.startswith("grad_in_forward") and option.differentiable)
+    ]
+
+
 OP = Op(Loss, cases_of, (bare("roof", 3), bare("roof-4", 4)), over_ranks=True)
+OPTIONS = Op(WithOptions, option_cases)

@@ -102,9 +102,8 @@ def attempt(action: Callable[[], Any], outcome: Outcome, world: World) -> Any:
 def evaluated(problem: Problem, case: Case, dtype: torch.dtype) -> Outputs:
     """The definition in ``dtype``, by autograd, over blocks of tokens whose gradients add in fp64.
 
-    Outputs of all tokens, ``grad_hidden`` of this rank's and ``grad_weight`` of its rows, both kept in fp32:
-    they stay beside the steps that are checked, whose errors are above its rounding. Collectives: none; every
-    rank evaluates all of it.
+    Outputs of all tokens; ``grad_hidden`` of this rank's and ``grad_weight`` of its rows in fp32, since they
+    stay beside the steps that are checked. Collectives: none; every rank evaluates all of it.
     """
     weight = problem.all_weight.detach().to(dtype).requires_grad_()
     of_weight = torch.zeros_like(problem.weight, dtype=torch.float64, requires_grad=False)
@@ -156,8 +155,7 @@ def check(outcomes: Sequence[Outcome], problem: Problem, world: World) -> dict[s
 
     Raises WrongResult where one of ours is above its bound.
     """
-    alike: dict[Any, list[Outcome]] = {}
-    eager: dict[str, float] = {}
+    eager, alike = dict[str, float](), dict[Any, list[Outcome]]()
     for outcome in outcomes:
         if outcome.reason is None:
             alike.setdefault((outcome.case.kind, outcome.case.grads), []).append(outcome)
@@ -293,17 +291,12 @@ def row_of(outcome: Outcome, outcomes: dict[str, Outcome], size: int) -> Row:
     """What is of this outcome alone; ``size``: T * H * V."""
     case, samples, errors = outcome.case, outcome.samples, outcome.errors
     gradients = [error for key, error in errors.items() if key.startswith("grad_")]
-    row: Row = {
-        **{"variant": case.name, "family": case.family, "base": case.base, "roof_products": case.products},
-        "peak_mib": None if outcome.peak_mib is None else round(outcome.peak_mib, 4),
-        "error": outcome.reason or max(gradients or errors.values(), default=None),
-        **{"errors": errors, "blocks": len(samples)},
-        "upstream": "one scalar" if ("loss", "one_upstream") in case.grads else "weights",
-        **paired("ratio", outcome, outcomes.get(case.base)),
-        **{"over": case.over, **gpu.medians(outcome.readings)},
-        **dict.fromkeys((*TIMES, "spread", "tflops")),
-        **case.told,
-    }
+    row: Row = {"variant": case.name, "family": case.family, "base": case.base, "over": case.over}
+    row |= {"roof_products": case.products, "peak_mib": outcome.peak_mib, "blocks": len(samples)}
+    row |= {"error": outcome.reason or max(gradients or errors.values(), default=None), "errors": errors}
+    row["upstream"] = "one scalar" if ("loss", "one_upstream") in case.grads else "weights"
+    row |= case.told | gpu.medians(outcome.readings) | dict.fromkeys((*TIMES, "spread", "tflops"))
+    row |= paired("ratio", outcome, outcomes.get(case.base))
     for key, name in case.over.items():
         row |= paired(key, outcome, outcomes.get(name))
         row |= paired(f"host_{key}", outcome, outcomes.get(name), "host_ms")
@@ -321,8 +314,7 @@ def measure(
 ) -> list[Row]:
     """The rows of one cell, each with ``facts``: the bare products first, then the cases in their order.
 
-    Of ``given`` its dtype, blocks and sample_ms. Raises WrongResult before anything was timed where a case of
-    this package is wrong.
+    Of ``given`` dtype, blocks and sample_ms. Raises WrongResult before the times where one of ours is wrong.
     """
     world.sequence_parallel = cell.sequence_parallel
     problem = op.problem(cell, world, getattr(torch, given.dtype))
@@ -335,7 +327,7 @@ def measure(
     for outcome in outcomes.values():
         if outcome.reason is None and outcome.case.family != BASE:
             peak = attempt(partial(peak_mib, outcome.case, problem, world), outcome, world)
-            outcome.peak_mib = None if peak is None else world.slowest([peak])[0]
+            outcome.peak_mib = None if peak is None else round(world.slowest([peak])[0], 4)
     time_cases(outcomes, problem, given)
     T, H, V = cell.num_tokens, cell.hidden_size, problem.num_rows
     facts = {**facts, "shape": cell.shape, "T": T, "H": H, "V": V, "sp": cell.sequence_parallel}

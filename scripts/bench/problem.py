@@ -1,8 +1,7 @@
 """What is measured: the ranks and their clock, one rank's operands, an op's cases, the bare products.
 
-The chip is limited by power and power depends on the data, so the products run on the operands of the real
-step and on a true gradient of the logits, rounded to the step's dtype; ``grad_weight`` ends where every
-case's does.
+The chip is limited by power and power depends on the data: the products run on the operands of the real step
+and on a true gradient of the logits in the step's dtype; ``grad_weight`` ends where every case's does.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from torch import Tensor
 
 from megatron_fused_ce.cli.command_line import UsageError
 from megatron_fused_ce.head.grad_weight import accumulate_
-from megatron_fused_ce.scripts.bench.cases import Cell, world_size
+from megatron_fused_ce.scripts.bench.cases import ALIKE, Cell, world_size
 from megatron_fused_ce.scripts.lib import gloo
 
 #: The upstream gradient over the token weights. No power of two: a strategy that forgets it shows.
@@ -43,10 +42,8 @@ Mark = Callable[[], object]
 
 
 class World:
-    """The ranks of this run; ``group`` is the tensor-parallel group of the op, Megatron's layer, the peers.
-
-    ``sequence_parallel`` may change between cells; ``use_gpu`` None: where there is one.
-    """
+    """The ranks of this run, one tensor-parallel group. ``sequence_parallel`` may change between cells;
+    ``use_gpu`` None: where there is one."""
 
     def __init__(self, sequence_parallel: bool = False, use_gpu: bool | None = None) -> None:
         self.rank, self.size = int(os.environ.get("RANK", "0")), world_size()
@@ -129,7 +126,7 @@ class Problem:
         self.labels = self.ids(T)
         self.about: dict[str, Any] = {}  # how the operands were made
         if cell.operands is not None:
-            self._take(cell.operands, cell.alike)
+            self._take(cell.operands, cell.origin == ALIKE)
         self.token_weights = 0.5 + self.uniform(T)
         self.token_weights[::ZERO_WEIGHT_EVERY] = 0.0
         self.grad_loss = UPSTREAM_SCALAR * self.token_weights
@@ -150,12 +147,14 @@ class Problem:
         try:
             given: dict[str, Any] = torch.load(file, map_location=self.world.device, weights_only=True)
             self.labels, self.about = given["labels"][: self.num_tokens].clone(), given["about"]
-            for own, name in ((self.all_hidden, "hidden"), (self.all_weight, "weight")):
-                theirs = given[name][: len(own)].view_as(own)  # or it says which sizes there are
+            hidden = given["hidden"][: self.num_tokens]
+            for own, theirs in ((self.all_hidden, hidden), (self.all_weight, given["weight"])):
+                theirs = theirs.view_as(own)  # or it says which sizes there are
                 own.copy_(own * (theirs.float().std() / own.float().std()) if alike else theirs)
         except Exception as error:
-            sizes = f"of {self.cell} (--shapes HxV, --tokens) by scripts.bench.trained"
-            raise UsageError(f"{file} has no operands {sizes}: {error}") from None
+            raise UsageError(
+                f"{file} has no operands of {self.cell} by scripts.bench.trained: {error}"
+            ) from None
 
     def normal(self, *size: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.randn(*size, generator=self.generator, device=self.world.device, dtype=dtype)
@@ -188,12 +187,6 @@ class Problem:
     def reset(self) -> None:
         """Forget both gradients that autograd holds (no device work)."""
         self.hidden.grad = self.weight.grad = None
-
-    def finish_backward(self) -> None:
-        """What Megatron's DDP hook does: add autograd's gradient to ``main_grad`` and drop it."""
-        if self.main_grad is not None and self.weight.grad is not None:
-            self.main_grad.add_(self.weight.grad)
-            self.weight.grad = None
 
     def gradients(self) -> Outputs:
         """``grad_hidden [T / parts, H]``; ``grad_weight [V, H]`` in fp32, or in the weight's dtype."""
@@ -240,7 +233,9 @@ class Case:
         if self.grads:
             upstreams = [getattr(problem, of) for _, of in self.grads]
             torch.autograd.backward([outputs[name] for name, _ in self.grads], upstreams)
-            problem.finish_backward()
+            if problem.main_grad is not None and problem.weight.grad is not None:  # as Megatron's DDP does
+                problem.main_grad.add_(problem.weight.grad)
+                problem.weight.grad = None
         mark()
         return {name: value.detach() for name, value in outputs.items()}
 

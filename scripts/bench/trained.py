@@ -87,12 +87,7 @@ def main(words: list[str]) -> int:
     add = parser.add_argument
     add("file", type=Path, help="written by torch.save")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try it")
-    add(
-        "--seconds",
-        type=cli.seconds,
-        default=280.0,
-        help="from the start to the training's end [%(default)s]",
-    )
+    add("--seconds", type=cli.seconds, default=280.0, help="of the whole run, about [%(default)s]")
     add("--megabytes", type=cli.number(), default=150.0, help="of text [%(default)s]")
     add("--text", nargs="+", default=PLACES, metavar="FOLDER", help="[%(default)s]")
     add("--lr", type=cli.number(), default=8e-4)
@@ -111,8 +106,8 @@ def main(words: list[str]) -> int:
         raise cli.UsageError("too little text for --tokens, --length and --batch: more --megabytes or --text")
     torch.manual_seed(0)
     model = Model(given.vocab, given.hidden, given.layers, given.length).to(given.device)
-    about = {"files": len(found), "layers": given.layers, "text_tokens": data.numel()}
-    about |= {"ids_in_text": len(data.unique())}
+    about: dict[str, float] = {"files": len(found), "text_tokens": data.numel(), "layers": given.layers}
+    about["ids_in_text"] = len(data.unique())
     about["steps"] = train(model, data, given.batch, given.steps, until, given.lr)
     with torch.no_grad():
         hidden, weight, labels, losses = (tensor.cpu() for tensor in model(rest))
