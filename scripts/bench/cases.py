@@ -18,6 +18,7 @@ from megatron_fused_ce.scripts.lib.results import RESULTS
 
 #: Name -> (H, vocabulary) of a head.
 SHAPES = {name: head_sizes(name) for name in MODELS} | {"tiny": (64, 512)}
+PACKAGE = "megatron_fused_ce"
 TRAINED, ALIKE = "trained", "random, as wide"
 PEERS, OVER_RANKS = ("torch-compile", "liger", "liger-large-chunks", "cce", "cce-exact"), ("verl-tp",)
 #: What a preset is short for; words behind it override these. Cheap cells first: a time limit cuts the end.
@@ -25,7 +26,7 @@ PRESETS = {
     "reach": "--shapes llama-3-8b:8192,32768 qwen3-1.7b:32768 gemma-2-2b:32768 llama-3-70b:8192,32768"
     " llama-3-8b:131072 qwen3-1.7b:131072",
     "small": f"--shapes {' '.join(f'{H}x{V}/rank' for H in (1024, 2048) for V in (16032, 32064, 64128))}"
-    " --tokens 1024 2048 4096 --strategies auto store grad_in_forward --skip megatron-te-overwrite"
+    " --tokens 1024 2048 4096 --strategies auto store grad_in_forward"
     " --sequence-parallel on --blocks 45 --sample-ms 15",
     "moe": "--shapes qwen3-30b-a3b gpt-oss-20b deepseek-v3 --tokens 4096 16384"
     " --strategies auto store grad_in_forward --peers torch-compile --blocks 9",
@@ -141,11 +142,11 @@ def parse_arguments(text: str, words: Sequence[str]) -> argparse.Namespace:
 def cells_of(given: argparse.Namespace) -> list[Cell]:
     """Of each shape its own tokens or those of ``--tokens``; over several ranks with sequence parallelism,
     without, or both; with operands of a file those, and random ones."""
-    for preset, option in (("trained", "operands"), ("commits", "old")):
-        if (given.preset == preset) > (getattr(given, option) is not None):
+    for preset, option, file in (("trained", "operands", ""), ("commits", "old", f"{PACKAGE}/__init__.py")):
+        if (path := getattr(given, option)) is None and given.preset == preset:
             raise ValueError(f"--preset {preset} needs --{option}")
-    if given.operands is not None and not given.operands.is_file():
-        raise ValueError(f"--operands {given.operands} is no file")
+        if path is not None and not (path / file).is_file():
+            raise ValueError(f"--{option}: {path / file} is no file")
     size, found = world_size(), list[Cell]()
     modes = {"on": (True,), "both": (True, False)}.get(given.sequence_parallel * (size > 1), (False,))
     for word in given.shapes:

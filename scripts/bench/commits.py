@@ -4,9 +4,8 @@
     python -m scripts.bench.commits --old build/old
     torchrun --nproc-per-node 2 -m scripts.bench.commits --old build/old --sequence-parallel
 
-It is scripts.bench with ``--preset commits``, whose options it takes. Each row of this checkout is over the
-old one's: the median of the blocks' own ratios with its 95 % interval, of the step's and of the host's time.
-Both return gradients to autograd, by ``fused_linear_cross_entropy``.
+It is scripts.bench with ``--preset commits``, and takes its options. A row of this checkout is over the old
+one's, in the step's and in the host's time; both return gradients by ``fused_linear_cross_entropy``.
 """
 
 from __future__ import annotations
@@ -22,14 +21,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megatron_fused_ce.cli.command_line import UsageError
 from megatron_fused_ce.scripts.bench import __main__ as bench
 from megatron_fused_ce.scripts.bench import loss
-from megatron_fused_ce.scripts.bench.cases import Cell, parse_strategy
+from megatron_fused_ce.scripts.bench.cases import PACKAGE, Cell, parse_strategy
 from megatron_fused_ce.scripts.bench.problem import PEER, Case, Op, Outputs, Problem, World
 from megatron_fused_ce.scripts.lib import gloo
 
-PACKAGE = "megatron_fused_ce"
 #: Modules of the old checkout, while this one's are in their place.
 ASIDE: dict[str, ModuleType] = {}
 
@@ -81,8 +78,6 @@ def _loss(strategy: str, found: dict[str, Any], problem: Problem) -> Outputs:
 
 
 def cases_of(given: argparse.Namespace, cell: Cell, world: World) -> list[Case]:
-    if not (given.old / PACKAGE / "__init__.py").is_file():
-        raise UsageError(f"{given.old} is no checkout of this project: it has no {PACKAGE}")
     found: list[Case] = []
     for name in given.strategies:
         more = loss.FOUR if parse_strategy(name)["strategy"] == "recompute" else {}

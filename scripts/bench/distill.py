@@ -23,12 +23,9 @@ from megatron_fused_ce.scripts.bench.cases import Cell, parse_strategy
 from megatron_fused_ce.scripts.bench.loss import compiled, config_of, library, needs_gpu, wide
 
 GEMMS = "four GEMMs"
-#: Of Liger's JSD; 0 is the forward KL divergence.
-BETAS = {"forward_kl": 0.0, "jsd": 0.5}
-#: The teacher's H where it is not the student's: a 70B model teaches a 1B model.
-TEACHER_HIDDEN = {"llama-3.2-1b": 8192}
-#: Noise of the teacher's logits beside the student's: 0.13 nats of divergence.
-NOISE = 0.5
+BETAS = {"forward_kl": 0.0, "jsd": 0.5}  # of Liger's JSD
+TEACHER_HIDDEN = {"llama-3.2-1b": 8192}  # H of a teacher that is not the student's: a 70B model's
+NOISE = 0.5  # of the teacher's logits beside the student's: 0.13 nats of divergence
 
 
 def divergence_of(kind: str, student: Tensor, teacher: Tensor) -> Tensor:
@@ -101,7 +98,8 @@ def _liger(divergence: str, problem: Distillation) -> bench.Outputs:
 
 
 def cases_of(given: argparse.Namespace, cell: Cell, world: bench.World) -> list[bench.Case]:
-    found, of_peer = list[bench.Case](), {"family": bench.PEER, "why_not": needs_gpu(world)}
+    found: list[bench.Case] = []
+    of_peer: dict[str, Any] = {"family": bench.PEER, "why_not": needs_gpu(world)}
 
     def row(divergence: str, name: str, run: Any, upstream: str = "upstream", **more: Any) -> None:
         more |= {"kind": divergence, "grads": (("loss", upstream),), "base": GEMMS, "products": 4}

@@ -30,10 +30,8 @@ from megatron_fused_ce.scripts.bench.cases import OVER_RANKS, Cell, parse_strate
 from megatron_fused_ce.scripts.bench.problem import MEGATRON, PEER, Case, Op, Outputs, Problem, World, bare
 
 HAS_APEX = find_spec("fused_weight_gradient_mlp_cuda") is not None
-#: What a user without this package would take: Megatron's layer, Transformer Engine's loss.
-STANDARD = "megatron-te"
-#: Tokens of a chunk where a library lets its user choose, which most like on an H200 (Liger's issue 1472).
-CHUNK_TOKENS = 4096
+STANDARD = "megatron-te"  # what a user without this package would take
+CHUNK_TOKENS = 4096  # at least, of Liger's large chunks: the fastest on an H200 in its issue 1472
 #: Of a case that computes the logits twice.
 FOUR: dict[str, Any] = {"base": "roof-4", "products": 4, "over": {"over_roof": "roof"}}
 
@@ -60,9 +58,6 @@ class Loss(Problem):
         here = (column >= 0) & (column < self.num_rows)
         p.scatter_add_(1, column.where(here, 0), -here.to(p.dtype))
         return p * self.grad_loss[part, None]
-
-
-# --- this package ----------------------------------------------------------------------------------
 
 
 def config_of(text: str, **options: Any) -> FusedCEConfig:
@@ -123,19 +118,17 @@ def _megatron(loss: Callable[..., Any], problem: Problem) -> Any:
 
 
 def megatron(world: World) -> list[Case]:
-    """Its layer with each loss, ``(logits [T, 1, V], labels [T, 1]) -> loss [T, 1]``. The gradient of the
-    last one takes the logits' place, which Megatron does not ask for."""
+    """Its layer with each loss, ``(logits [T, 1, V], labels [T, 1]) -> loss [T, 1]``."""
 
-    def loss(module: str, function: str, *more: Any, **how: bool) -> Callable[..., Any]:
-        return lambda *of_logits: getattr(library(module), function)(*of_logits, *more, **how)
+    def loss(module: str, function: str, *more: Any) -> Callable[..., Any]:
+        return lambda *of_logits: getattr(library(module), function)(*of_logits, *more)
 
     core, group = "megatron.core", world.group
-    te = "transformer_engine.pytorch.cross_entropy", "parallel_cross_entropy", 0.0, False, group
+    te = "transformer_engine.pytorch.cross_entropy"
     losses = {
         "unfused": loss(f"{core}.tensor_parallel.cross_entropy", "vocab_parallel_cross_entropy"),
         "native": loss(f"{core}.fusions.fused_cross_entropy", "fused_vocab_parallel_cross_entropy", group),
-        "te": loss(*te),
-        "te-overwrite": loss(*te, overwrite_input=True),
+        "te": loss(te, "parallel_cross_entropy", 0.0, False, group),
     }
     how: dict[str, Any] = {"why_not": needs_gpu(world), "family": MEGATRON}
     return [foreign(f"megatron-{name}", partial(_megatron, of), **how) for name, of in losses.items()]
@@ -164,10 +157,6 @@ def _linear_then_ce(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(F.linear(hidden, weight).float(), labels, reduction="none")
 
 
-def _torch_compile(problem: Problem) -> Any:
-    return compiled(_linear_then_ce)(problem.hidden, problem.weight, problem.labels)
-
-
 def liger_chunk_budget(T: int, H: int, V: int) -> int:
     """The smallest power of two for Liger's ``chunk_mem_const`` that makes chunks of `CHUNK_TOKENS` or more;
     its chunk is ``next_pow2(ceil(T / ceil(V / (budget * H))))`` tokens."""
@@ -176,10 +165,11 @@ def liger_chunk_budget(T: int, H: int, V: int) -> int:
 
 
 def _liger(large: bool, problem: Problem) -> Any:
-    """Liger's Triton chunks: its default, or `CHUNK_TOKENS` or more; ``grad_weight`` is summed over them in the
-    weight's dtype (its default). `liger_kernel.ops` itself may be swapped by LIGER_KERNEL_IMPL."""
+    """Liger's Triton chunks: its default, or `CHUNK_TOKENS` or more; ``grad_weight`` is summed in its dtype.
+    `liger_kernel.ops` itself may be swapped by LIGER_KERNEL_IMPL."""
     module = library("liger_kernel.ops.fused_linear_cross_entropy")
-    budget = liger_chunk_budget(*problem.hidden.shape, problem.num_rows) if large else 1
+    T, H = problem.hidden.shape
+    budget = liger_chunk_budget(T, H, problem.num_rows) if large else 1
     return module.LigerFusedLinearCrossEntropyFunction.apply(
         *(problem.hidden, problem.weight, problem.labels, None, None, -100, 0.0, 0.0, "sum", None),
         *(False, None, False, False, False),  # z-loss, fp32 sums, token scaling, metrics
@@ -218,7 +208,7 @@ def _verl_tp(problem: Problem) -> Any:
 #: By their names; a loss whose gradients are made in the forward takes one upstream gradient for all tokens.
 SUM: dict[str, Any] = {"grads": (("loss", "one_upstream"),)}
 KNOWN: dict[str, tuple[Callable[[Problem], Any], dict[str, Any]]] = {
-    "torch-compile": (_torch_compile, {}),
+    "torch-compile": (lambda p: compiled(_linear_then_ce)(p.hidden, p.weight, p.labels), {}),
     "liger": (partial(_liger, False), SUM),
     "liger-large-chunks": (partial(_liger, True), SUM),
     "cce": (partial(_cce, "cce"), FOUR),
@@ -229,20 +219,16 @@ KNOWN: dict[str, tuple[Callable[[Problem], Any], dict[str, Any]]] = {
 
 def peers(world: World, names: list[str]) -> list[Case]:
     """Those that are named, with the reason where one cannot run on so many ranks."""
-    alone, together = (
-        (None, "needs several ranks") if world.size == 1 else ("knows no tensor parallelism", None)
-    )
-    found = []
+    unfit, found = "needs several ranks" if world.size == 1 else "knows no tensor parallelism", list[Case]()
     for name in names:
-        why_not = needs_gpu(world) or (together if name in OVER_RANKS else alone)
+        why_not = needs_gpu(world) or (unfit if (name in OVER_RANKS) == (world.size == 1) else None)
         found.append(foreign(name, KNOWN[name][0], why_not, family=PEER, **KNOWN[name][1]))
     return found
 
 
 # --- what each option costs beside the plain loss --------------------------------------------------
 
-PLAIN, TEACHER_CLASSES = "plain", 64
-PADDING = 200  # columns of a padded vocabulary
+PLAIN, TEACHER_CLASSES, PADDING = "plain", 64, 200  # the last: columns of a padded vocabulary
 
 
 class Option(NamedTuple):
@@ -312,11 +298,8 @@ def _with_option(world: World, name: str, option: Option, strategy: str) -> Case
         return loss_of(world, config, told, problem, **more)
 
     grads = [("loss", "grad_loss"), *((name, "other") for name in option.outputs * option.differentiable)]
-    over = f"{PLAIN}, {strategy}"
-    return Case(f"{name}, {strategy}", run=run, kind=option, grads=tuple(grads), base=over)
-
-
-# --- the rows --------------------------------------------------------------------------------------
+    own, base = f"{name}, {strategy}", f"{PLAIN}, {strategy}"
+    return Case(own, run=run, kind=option, grads=tuple(grads), base=base)
 
 
 def cases_of(given: argparse.Namespace, cell: Cell, world: World) -> list[Case]:

@@ -31,8 +31,7 @@ from megatron_fused_ce.scripts.lib.live_storages import LiveStorages
 from megatron_fused_ce.scripts.lib.reference import FLOOR, relative_error
 from megatron_fused_ce.scripts.lib.results import Row
 
-#: A foreign implementation above this is not computing the same thing; below, its error is told. Cut Cross
-#: Entropy's filter leaves out 0.11 of grad_hidden on trained operands.
+#: Others above it compute something else. Cut Cross Entropy leaves out 0.11 of a trained head's grad_hidden.
 FOREIGN_ERROR = 0.3
 WARM, MOST_STEPS = 3, 200  # of a turn
 OUT_OF_MEMORY = "out of memory"
@@ -93,9 +92,6 @@ def attempt(action: Callable[[], Any], outcome: Outcome, world: World) -> Any:
         if outcome.case.family == OURS and outcome.reason != OUT_OF_MEMORY:
             raise WrongResult(f"{outcome.case.name} failed: {outcome.reason}")
     return result
-
-
-# --- checks against the truth ----------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -184,9 +180,6 @@ def check(outcomes: Sequence[Outcome], problem: Problem, world: World) -> dict[s
     return eager
 
 
-# --- memory, times ---------------------------------------------------------------------------------
-
-
 def peak_mib(case: Case, problem: Problem, world: World) -> float:
     """A step's peak above inputs, grad_hidden and the wgrad accumulator, cuBLAS's workspace counted."""
     problem.reset()
@@ -262,9 +255,6 @@ def time_cases(outcomes: dict[str, Outcome], problem: Problem, given: argparse.N
                 found.setdefault(name, []).append(sample)
         for name, several in found.items():
             outcomes[name].samples.append([statistics.mean(column) for column in zip(*several, strict=True)])
-
-
-# --- a cell ----------------------------------------------------------------------------------------
 
 
 def interval(values: Sequence[float]) -> tuple[float, float] | None:

@@ -28,14 +28,10 @@ from megatron_fused_ce.head.grad_weight import accumulate_
 from megatron_fused_ce.scripts.bench.cases import ALIKE, Cell, world_size
 from megatron_fused_ce.scripts.lib import gloo
 
-#: The upstream gradient over the token weights. No power of two: a strategy that forgets it shows.
-UPSTREAM_SCALAR = 0.3
-#: One token in so many has weight 0. Few: rows of zeros draw less power and would flatter the roof.
-ZERO_WEIGHT_EVERY = 64
-#: Elements of one block of logits where they are made block by block.
-BLOCK_ELEMENTS = 2**27
-#: After this the ranks end that wait for one which failed. Longer than any compilation (32 s).
-TIMEOUT = timedelta(minutes=2)
+UPSTREAM_SCALAR = 0.3  # over the token weights; no power of two: a strategy that forgets it shows
+ZERO_WEIGHT_EVERY = 64  # tokens; few: rows of zeros draw less power and would flatter the roof
+BLOCK_ELEMENTS = 2**27  # of logits that are made block by block
+TIMEOUT = timedelta(minutes=2)  # of ranks that wait for one which failed; compilations take up to 32 s
 
 Outputs = dict[str, Tensor]
 Mark = Callable[[], object]
@@ -152,9 +148,7 @@ class Problem:
                 theirs = theirs.view_as(own)  # or it says which sizes there are
                 own.copy_(own * (theirs.float().std() / own.float().std()) if alike else theirs)
         except Exception as error:
-            raise UsageError(
-                f"{file} has no operands of {self.cell} by scripts.bench.trained: {error}"
-            ) from None
+            raise UsageError(f"{file} has no operands of {self.cell}: {error}") from None
 
     def normal(self, *size: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.randn(*size, generator=self.generator, device=self.world.device, dtype=dtype)
@@ -195,8 +189,6 @@ class Problem:
         return {"grad_hidden": self.hidden.grad, "grad_weight": of_weight}
 
 
-# --- cases: the rows of a result -------------------------------------------------------------------
-
 OURS, MEGATRON, PEER, BASE = "ours", "megatron", "peer", "base"
 
 
@@ -218,8 +210,7 @@ class Case:
     products: int = 3  # matrix products of a step
     over: dict[str, str] = field(default_factory=dict)  # further ratio -> the row that it is over
     why_not: str | None = None
-    #: its logits are exact: the outputs' error is no more than eager PyTorch's, which rounds them
-    is_exact: bool = False
+    is_exact: bool = False  # outputs may have eager PyTorch's error, which rounds logits, and no more
     told: dict[str, Any] = field(default_factory=dict)  # what it found out, for its row
 
     def step(self, problem: Problem, mark: Mark = nothing) -> Outputs:
@@ -252,7 +243,6 @@ class Bare(Case):
 
     @contextmanager
     def ready(self, problem: Problem) -> Iterator[Callable[..., Outputs]]:
-        """With its logits ``[T, V]`` and a true gradient of them."""
         grad = logits = problem.hidden.new_empty(problem.num_tokens, problem.num_rows)
         sides, main_grad = problem.sides(), problem.main_grad
         hidden, weight = sides[-1]

@@ -20,6 +20,7 @@ import sysconfig
 import time
 from array import array
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +45,7 @@ def windows_of(found: list[str], vocab: int, length: int) -> Tensor:
 class Model(nn.Module):
     def __init__(self, vocab: int, hidden: int, layers: int, length: int) -> None:
         super().__init__()
-        how = {"activation": "gelu", "batch_first": True, "norm_first": True}
+        how: dict[str, Any] = {"activation": "gelu", "batch_first": True, "norm_first": True}
         one = nn.TransformerEncoderLayer(hidden, max(1, hidden // 64), 4 * hidden, 0.0, **how)
         self.body = nn.TransformerEncoder(one, layers, nn.LayerNorm(hidden), enable_nested_tensor=False)
         self.embedding, self.place = nn.Embedding(vocab, hidden), nn.Embedding(length, hidden)
