@@ -3,10 +3,9 @@
     python -m scripts.bench --shapes llama-3-8b 4096x128256 --tokens 8192 32768 --peers
     torchrun --nproc-per-node 4 -m scripts.bench --preset tp --peers --name tp4
 
-Every row is checked against fp64 at the timed size: one of this package that is wrong ends the run with exit
-code 1 and no figures. Then all rows have turns, block after block, in an order that is shuffled anew in each
-(fixed seed), so that a drifting clock favours none. The ranks of a torchrun form one tensor-parallel group;
-times are the slowest rank's, peaks and errors the largest.
+Every row is checked against fp64 at the timed size: one of this package that is wrong ends the run with no
+figures. Then all rows have turns, block after block, in an order that is shuffled anew in each (fixed seed).
+The ranks of a torchrun form one tensor-parallel group.
 
     roof      the three matrix products alone, by cuBLAS, on the true grad_logits of these operands
     roof-4    the same with the logits computed twice: the floor of recompute
@@ -22,8 +21,8 @@ too; trained a head that learned real text (scripts.bench.trained), and random o
 option of the loss; rl log-probabilities and entropy; distill divergences from a teacher; commits another
 checkout beside this one.
 
-Out of memory, and a peer that fails or is absent, are rows; one that breaks the device ends the run, with
-the cells so far written: leave it out with --skip. Exit code 1: a row of this package is wrong; 2: arguments.
+Out of memory, and a peer that fails or is absent, are rows; one that breaks the device ends the run: leave it
+out with --skip. Exit code 1: a row of this package is wrong; 2: arguments.
 """
 
 from __future__ import annotations
@@ -37,11 +36,9 @@ from typing import TYPE_CHECKING, Any
 from megatron_fused_ce.cli.command_line import UsageError, command, require_gpus, writable_file
 from megatron_fused_ce.scripts.bench import cases
 from megatron_fused_ce.scripts.lib import gloo, results, tables
-from megatron_fused_ce.scripts.lib.results import Row
 
 if TYPE_CHECKING:
     from megatron_fused_ce.scripts.bench.problem import World
-
 
 ERRORS = ("loss", "grad_hidden", "grad_weight")
 #: Heading, key and format of each column; those of which no row has a value are left out.
@@ -61,7 +58,7 @@ ABOUT = (
 )
 
 
-def _value(row: Row, key: str, form: str) -> str:
+def _value(row: results.Row, key: str, form: str) -> str:
     value = row["errors"].get(key) if key in ERRORS else row.get(key)
     if value is None or (key == "base" and row["ratio"] is None):
         return ""
@@ -77,7 +74,7 @@ def _value(row: Row, key: str, form: str) -> str:
     return format(value, form) if isinstance(value, float | int) else str(value)
 
 
-def page_of(rows: Sequence[Row]) -> str:
+def page_of(rows: Sequence[results.Row]) -> str:
     """Its heading, what its rows share, their table."""
     row = rows[0]
     words = [f"{key} = {row[key]}" for key in ("T", "H", "V")]
@@ -95,7 +92,7 @@ def page_of(rows: Sequence[Row]) -> str:
     return "\n\n".join([f"## {row['shape']}: {', '.join(words)}", note, tables.markdown(head, lines)]) + "\n"
 
 
-def write(path: Path, cells: Sequence[Sequence[Row]], source: Row) -> None:
+def write(path: Path, cells: Sequence[Sequence[results.Row]], source: results.Row) -> None:
     """The result file, and the page beside it."""
     rows = [{k: v for k, v in row.items() if source.get(k) != v} for rows in cells for row in rows]
     results.write(path, rows, source)
@@ -130,7 +127,7 @@ def run(given: argparse.Namespace, world: World, source: dict[str, Any], started
     op = others.get(given.preset, loss.OP)
     if world.size > 1 and not op.over_ranks:
         raise UsageError(f"--preset {given.preset} knows no tensor parallelism: start it without torchrun")
-    done: list[list[Row]] = []
+    done: list[list[results.Row]] = []
     for cell in given.cells:
         elapsed = world.slowest([time.monotonic() - started])[0]
         if elapsed > given.time_limit:

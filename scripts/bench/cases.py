@@ -105,21 +105,20 @@ def parse_arguments(text: str, words: Sequence[str]) -> argparse.Namespace:
     """The options, and their ``cells``."""
     parser = Parser("python -m scripts.bench", text)
     add = parser.add_argument
-    count, of = whole(most=10**6), ", ".join(STRATEGY_CHOICES)
     add("--preset", choices=PRESETS, help="what one set of figures needs")
     add("--shapes", nargs="+", type=shape_name, metavar="NAME[:T,T]", default=["llama-3-8b"],
         help=f"HxV, HxV/rank, {', '.join(SHAPES)}; behind a colon its own tokens")  # fmt: skip
     add("--tokens", nargs="+", type=whole(), default=[8192], help="T of shapes without their own [8192]")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try it, not to measure")
-    add("--strategies", nargs="+", metavar="NAME[:C][/BACKEND][/MERGE]", help=f"of {of}",
-        default=["store", "grad_in_forward", "recompute"])  # fmt: skip
+    add("--strategies", nargs="+", default=["store", "grad_in_forward", "recompute"],
+        metavar="NAME[:C][/BACKEND][/MERGE]", help=f"of {', '.join(STRATEGY_CHOICES)}")  # fmt: skip
     add("--operands", type=Path, metavar="FILE", help="of scripts.bench.trained; then random ones beside")
     add("--old", type=Path, metavar="CHECKOUT", help="what preset commits compares with")
     add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     add("--peers", nargs="*", choices=(*PEERS, *OVER_RANKS), metavar="NAME", default=(),
         help=f"all that know so many ranks, or of {', '.join(PEERS + OVER_RANKS)}")  # fmt: skip
     add("--skip", nargs="+", metavar="WORD", default=[], help="leave out rows that begin so")
-    add("--blocks", type=count, default=7, help="interleaved blocks; an interval needs 6 [7]")
+    add("--blocks", type=whole(most=10**6), default=7, help="interleaved blocks; an interval needs 6 [7]")
     add("--sample-ms", type=number(), default=70.0, help="a turn runs at least so long [70]")
     add("--time-limit", type=seconds, default=NO_LIMIT, metavar="SECONDS", help="start no cell after this")
     add("--sequence-parallel", nargs="?", const="on", default="off", choices=("on", "off", "both"),

@@ -98,8 +98,7 @@ def _liger(divergence: str, problem: Distillation) -> bench.Outputs:
 
 
 def cases_of(given: argparse.Namespace, cell: Cell, world: bench.World) -> list[bench.Case]:
-    found: list[bench.Case] = []
-    of_peer: dict[str, Any] = {"family": bench.PEER, "why_not": needs_gpu(world)}
+    found, of_peer = list[bench.Case](), {"family": bench.PEER, "why_not": needs_gpu(world)}
 
     def row(divergence: str, name: str, run: Any, upstream: str = "upstream", **more: Any) -> None:
         more |= {"kind": divergence, "grads": (("loss", upstream),), "base": GEMMS, "products": 4}
@@ -110,7 +109,7 @@ def cases_of(given: argparse.Namespace, cell: Cell, world: bench.World) -> list[
             row(kind, name, partial(_ours, name, kind, "auto"))
         row(kind, "store:4096, fp32 logits", partial(_ours, "store:4096", kind, "fp32"))
         if "torch-compile" in given.peers:
-            row(kind, "torch-compile", partial(_compiled, kind), **of_peer)
+            row(kind, "torch-compile", partial(_compiled, kind), "upstream", **of_peer)
         if "liger" in given.peers and kind in BETAS:
             row(kind, "liger", partial(_liger, kind), "one_upstream", **of_peer)
     return found

@@ -168,8 +168,8 @@ def _liger(large: bool, problem: Problem) -> Any:
     """Liger's Triton chunks: its default, or `CHUNK_TOKENS` or more; ``grad_weight`` is summed in its dtype.
     `liger_kernel.ops` itself may be swapped by LIGER_KERNEL_IMPL."""
     module = library("liger_kernel.ops.fused_linear_cross_entropy")
-    T, H = problem.hidden.shape
-    budget = liger_chunk_budget(T, H, problem.num_rows) if large else 1
+    sizes = problem.num_tokens, problem.cell.hidden_size, problem.num_rows
+    budget = liger_chunk_budget(*sizes) if large else 1
     return module.LigerFusedLinearCrossEntropyFunction.apply(
         *(problem.hidden, problem.weight, problem.labels, None, None, -100, 0.0, 0.0, "sum", None),
         *(False, None, False, False, False),  # z-loss, fp32 sums, token scaling, metrics

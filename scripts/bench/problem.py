@@ -131,7 +131,7 @@ class Problem:
         self.rows = slice(world.rank * self.num_rows, (world.rank + 1) * self.num_rows)
         first = own * (world.rank % world.parts)
         self.tokens = slice(first, first + own)  # of this rank's hidden states
-        self.hidden = self.all_hidden[self.tokens].clone().requires_grad_()
+        self.hidden = self.all_hidden[self.tokens].detach().requires_grad_()
         self.weight = self.all_weight[self.rows].clone().requires_grad_()
         self.main_grad: Tensor | None = None
         if self.wgrad_accumulator == "main_grad":

@@ -81,8 +81,8 @@ def cases_of(given: argparse.Namespace, cell: Cell, world: World) -> list[Case]:
         grads, base = tuple(zip(("log_prob", "entropy"), of, strict=False)), GEMMS if of else PRODUCT
         found.append(Case(name, run=run, kind=kind, grads=grads, base=base, over=over, **more))
 
-    found: list[Case] = []
-    both, of_verl = ("of_log_prob", "of_entropy"), {"family": PEER, "why_not": needs_gpu(world)}
+    found, both = list[Case](), ("of_log_prob", "of_entropy")
+    of_verl: dict[str, Any] = {"family": PEER, "why_not": needs_gpu(world)}
     if "verl-tp" in given.peers:
         row("verl", PLAIN, _verl, *both, **of_verl)
         row(f"verl{FORWARD}", PLAIN, _verl, **of_verl)
