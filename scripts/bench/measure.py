@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from megatron_fused_ce.head import promise
 from megatron_fused_ce.scripts.bench.cases import Cell
 from megatron_fused_ce.scripts.bench.problem import BASE, OURS, Case, Op, Outputs, Problem, World
 from megatron_fused_ce.scripts.lib import gpu
@@ -31,8 +32,7 @@ from megatron_fused_ce.scripts.lib.live_storages import LiveStorages
 from megatron_fused_ce.scripts.lib.reference import FLOOR, relative_error
 from megatron_fused_ce.scripts.lib.results import Row
 
-#: Others above it compute something else. Cut Cross Entropy leaves out 0.11 of a trained head's grad_hidden.
-FOREIGN_ERROR = 0.3
+FOREIGN_ERROR = 0.3  # others above it compute something else; Cut Cross Entropy's filter leaves out 0.11
 WARM, MOST_STEPS = 3, 200  # of a turn
 OUT_OF_MEMORY = "out of memory"
 TIMES = ("forward_ms", "backward_ms", "time_ms", "host_ms")  # what `turn` gives
@@ -130,7 +130,6 @@ def errors_of(case: Case, problem: Problem, exact: Outputs) -> dict[str, float]:
         problem.main_grad.zero_()
     with case.ready(problem) as step:
         made = {**step(), **(problem.gradients() if case.grads else {})}
-    problem.reset()
     errors = {}
     for name in sorted(made.keys() & exact.keys()):
         true = exact[name] if made[name].dim() else exact[name].sum()
@@ -173,6 +172,7 @@ def check(outcomes: Sequence[Outcome], problem: Problem, world: World) -> dict[s
                 for n, e in outcome.errors.items()
                 if not e <= bounds[n]
             ]
+            off += ["made again in the backward, against its promise"] * bool(promise.counts.remade)
             outcome.reason = f"wrong result: {', '.join(off)}" if off else None
             if off and outcome.case.family == OURS:
                 raise WrongResult(f"{outcome.case.name}: {outcome.reason}")
