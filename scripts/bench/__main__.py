@@ -94,7 +94,7 @@ def page_of(rows: Sequence[results.Row]) -> str:
 
 def write(path: Path, cells: Sequence[Sequence[results.Row]], source: results.Row) -> None:
     """The result file, and the page beside it."""
-    rows = [{k: v for k, v in row.items() if source.get(k) != v} for rows in cells for row in rows]
+    rows = [{k: v for k, v in row.items() if k not in source or source[k] != v} for of in cells for row in of]
     results.write(path, rows, source)
     words = "{device}, torch {torch}, triton {triton}, commit {commit}.".format(**source)
     results.write_whole(path.with_suffix(".md"), "\n\n".join([words, ABOUT, *map(page_of, cells)]))
