@@ -21,7 +21,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megatron_fused_ce.scripts.bench import __main__ as bench
 from megatron_fused_ce.scripts.bench import loss
 from megatron_fused_ce.scripts.bench.cases import PACKAGE, Cell, parse_strategy
 from megatron_fused_ce.scripts.bench.problem import PEER, Case, Op, Outputs, Problem, World
@@ -91,7 +90,9 @@ OP = Op(Returned, cases_of, loss.OP.bases, over_ranks=True)
 
 
 def main(words: list[str] | None = None) -> int:
-    return bench.main(["--preset", "commits", *(sys.argv[1:] if words is None else words)])
+    from megatron_fused_ce.scripts.bench.__main__ import main
+
+    return main(["--preset", "commits", *(sys.argv[1:] if words is None else words)])
 
 
 if __name__ == "__main__":

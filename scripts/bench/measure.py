@@ -173,9 +173,9 @@ def check(outcomes: Sequence[Outcome], problem: Problem, world: World) -> dict[s
                 if not e <= bounds[n]
             ]
             off += ["made again in the backward, against its promise"] * bool(promise.counts.remade)
-            outcome.reason = f"wrong result: {', '.join(off)}" if off else None
             if off and outcome.case.family == OURS:
-                raise WrongResult(f"{outcome.case.name}: {outcome.reason}")
+                raise WrongResult(f"{outcome.case.name} is wrong: {', '.join(off)}")
+            outcome.reason = f"wrong result: {', '.join(off)}" if off else None
         del exact
     return eager
 
