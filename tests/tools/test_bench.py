@@ -465,6 +465,18 @@ def test_bare_products_run_on_the_true_gradients(world, op):
             assert relative_error(made, exact[name]) < 1e-6
 
 
+def test_the_floor_of_recompute_makes_the_logits_twice(world, monkeypatch):
+    problem = loss.Loss(Cell.of("16x64", 40), world, torch.float32)
+    products, right, counts = [], torch.mm, []
+    monkeypatch.setattr(torch, "mm", lambda *sides, **out: products.append(1) or right(*sides, **out))
+    for base in loss.OP.bases:
+        with base.ready(problem) as step:
+            products.clear()
+            step()
+            counts.append(len(products))
+    assert counts[1] == counts[0] + 1
+
+
 # --- peers -----------------------------------------------------------------------------------------
 
 FOREIGN = ("transformer_engine", "megatron.core", "liger_kernel", "cut_cross_entropy", "verl")
