@@ -1,10 +1,10 @@
 """The one way to measure: checked against fp64, then timed in turn, block after block, each over its base.
 
 Every case is first run at the timed size and compared with the op's definition in fp64: every output of every
-token, every entry of both gradients. Ours may have the error of eager PyTorch in the operands' dtype
-(`_bound`), or nothing is timed at all; others that are wrong are rows without times. Then every case has a
+token, every entry of both gradients. Ours may be off by what eager PyTorch is in the operands' dtype
+(`bound_of`), or nothing is timed at all; others that are wrong are rows without times. Then every case has a
 turn in each block, in an order that is shuffled anew, so that a drifting clock favours none; the bases have
-two. A ratio is the median of the blocks' own ratios.
+two. A ratio is the median of the blocks' own ratios, with a 95 % interval.
 """
 
 from __future__ import annotations
@@ -15,34 +15,27 @@ import math
 import random
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import textwrap
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megatron_fused_ce.head import promise
 from megatron_fused_ce.scripts.bench.cases import Cell
-from megatron_fused_ce.scripts.bench.op import BASE, OURS, Case, Op, one_line, turn
-from megatron_fused_ce.scripts.bench.problem import MIB, Outputs, Problem, World
+from megatron_fused_ce.scripts.bench.problem import BASE, OURS, Case, Op, Outputs, Problem, World
 from megatron_fused_ce.scripts.lib import gpu
 from megatron_fused_ce.scripts.lib.live_storages import LiveStorages
 from megatron_fused_ce.scripts.lib.reference import FLOOR, relative_error
 from megatron_fused_ce.scripts.lib.results import Row
 
-#: Error of an exact case's outputs that is always allowed; else eager PyTorch's, and 1 % for its rounding.
-EXACT_FLOOR = {torch.bfloat16: 0.0, torch.float16: 0.0, torch.float32: 1e-6}
-EXACT_SLACK = 1.01
-#: A foreign implementation above this is not computing the same thing; below, its error is told. Cut Cross
-#: Entropy's filter leaves out 0.11 of grad_hidden on trained operands.
-FOREIGN_ERROR = 0.3
-#: Steps below this have their host time measured on three steps of each turn, others on one; both after one
-#: with cold caches.
-SHORT_STEP_MS = 30.0
-MOST_STEPS = 200
+FOREIGN_ERROR = 0.3  # others above it compute something else; Cut Cross Entropy's filter leaves out 0.11
+WARM, MOST_STEPS = 3, 200  # of a turn
 OUT_OF_MEMORY = "out of memory"
+TIMES = ("forward_ms", "backward_ms", "time_ms", "host_ms")  # what `turn` gives
 
 
 class WrongResult(RuntimeError):
@@ -57,7 +50,7 @@ class Outcome:
     reason: str | None = None  # why there are no times
     errors: dict[str, float] = field(default_factory=dict)  # norm-relative, of each output and gradient
     peak_mib: float | None = None
-    samples: list[list[float]] = field(default_factory=list)  # of each block what `turn` gives
+    samples: list[list[float]] = field(default_factory=list)  # of each block `TIMES`
     readings: list[gpu.Reading] = field(default_factory=list)  # of the GPU, in its turns
 
 
@@ -75,8 +68,7 @@ def give_back(world: World) -> None:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """torch's allocator's, and what cuBLAS, NCCL and foreign launchers say in words."""
-    text = str(error)
-    said = "out of memory" in text.lower() or "ALLOC_FAILED" in text
+    said = "out of memory" in str(error).lower() or "ALLOC_FAILED" in str(error)
     return said or isinstance(error, torch.OutOfMemoryError)
 
 
@@ -90,50 +82,42 @@ def attempt(action: Callable[[], Any], outcome: Outcome, world: World) -> Any:
         result = action()
         world.synchronise()
     except Exception as error:
-        reason = OUT_OF_MEMORY if is_out_of_memory(error) else one_line(error)
+        said = textwrap.shorten(f"{type(error).__name__}: {error}", 160)
+        reason = OUT_OF_MEMORY if is_out_of_memory(error) else said
         error.__traceback__ = None  # its frames hold tensors
-    outcome.reason = world.first_word(reason)
-    if outcome.reason is None:
-        return result
-    if outcome.case.family == OURS and outcome.reason != OUT_OF_MEMORY:
-        raise WrongResult(f"{outcome.case.name} failed: {outcome.reason}")
-    result = None
-    give_back(world)
-    return None
-
-
-# --- checks against the truth ----------------------------------------------------------------------
+    outcome.reason = next(filter(None, world.everyone(reason)), None)
+    if outcome.reason is not None:
+        result = None
+        give_back(world)
+        if outcome.case.family == OURS and outcome.reason != OUT_OF_MEMORY:
+            raise WrongResult(f"{outcome.case.name} failed: {outcome.reason}")
+    return result
 
 
 @torch.no_grad()
 def evaluated(problem: Problem, case: Case, dtype: torch.dtype) -> Outputs:
     """The definition in ``dtype``, by autograd, over blocks of tokens whose gradients add in fp64.
 
-    Outputs of all tokens, ``grad_hidden`` of this rank's and ``grad_weight`` of its rows, both kept in fp32:
-    they stay beside the steps that are checked, whose errors are above its rounding. Collectives: none; every
-    rank evaluates all of it.
+    Outputs of all tokens; ``grad_hidden`` of this rank's and ``grad_weight`` of its rows in fp32, since they
+    stay beside the steps that are checked. Collectives: none; every rank evaluates all of it.
     """
     weight = problem.all_weight.detach().to(dtype).requires_grad_()
     of_weight = torch.zeros_like(problem.weight, dtype=torch.float64, requires_grad=False)
-    found: dict[str, list[Tensor]] = {}
+    blocks: list[Outputs] = []
     for part in problem.blocks():
         hidden = problem.all_hidden[part].detach().to(dtype).requires_grad_()
         with torch.set_grad_enabled(bool(case.grads)):
             outputs = problem.definition(case.kind, hidden, weight, part)
+        blocks.append({name: value.detach() for name, value in outputs.items()})
         if case.grads:
-            differentiated = [outputs[name] for name, _ in case.grads]
-            upstreams = [getattr(problem, of) for _, of in case.grads]
-            upstreams = [of[part] if of.dim() else of.expand(len(hidden)) for of in upstreams]
-            pairs = zip(upstreams, differentiated, strict=True)
-            torch.autograd.backward(differentiated, [upstream.to(of.dtype) for upstream, of in pairs])
-            assert hidden.grad is not None and weight.grad is not None
-            outputs["grad_hidden"] = hidden.grad.float()
-            of_weight += weight.grad[problem.rows]
-            weight.grad = None
-        for name, value in outputs.items():
-            found.setdefault(name, []).append(value.detach())
+            pairs = [(outputs[name], getattr(problem, of)) for name, of in case.grads]
+            given = [(of[part] if of.dim() else of.expand(len(hidden))).to(z.dtype) for z, of in pairs]
+            of_hidden, added = torch.autograd.grad([z for z, _ in pairs], [hidden, weight], given)
+            blocks[-1]["grad_hidden"] = of_hidden.float()
+            of_weight += added[problem.rows]
+            del pairs, added
         del outputs, hidden
-    values = {name: torch.cat(blocks) for name, blocks in found.items()}
+    values = {name: torch.cat([block[name] for block in blocks]) for name in blocks[0]}
     if case.grads:
         values["grad_hidden"] = values["grad_hidden"][problem.tokens]
         values["grad_weight"] = of_weight.float()
@@ -144,10 +128,8 @@ def errors_of(case: Case, problem: Problem, exact: Outputs) -> dict[str, float]:
     """This rank's norm-relative errors after one step; infinite for an inf or NaN."""
     if problem.main_grad is not None:
         problem.main_grad.zero_()
-    made = dict(case.step(problem))
-    if case.grads:
-        made |= problem.gradients()
-    problem.reset()
+    with case.ready(problem) as step:
+        made = {**step(), **(problem.gradients() if case.grads else {})}
     errors = {}
     for name in sorted(made.keys() & exact.keys()):
         true = exact[name] if made[name].dim() else exact[name].sum()
@@ -155,11 +137,12 @@ def errors_of(case: Case, problem: Problem, exact: Outputs) -> dict[str, float]:
     return errors
 
 
-def _bound(case: Case, dtype: torch.dtype, name: str, eager: float) -> float:
-    """What ours may have beside eager PyTorch's error."""
-    if case.is_exact and not name.startswith("grad_"):
-        return max(EXACT_FLOOR[dtype], EXACT_SLACK * eager)
-    return max(FLOOR[dtype], 2 * eager)
+def bound_of(case: Case, dtype: torch.dtype, name: str, eager: float) -> float:
+    """Outputs of exact logits may have eager PyTorch's error, all else of ours twice that."""
+    if case.family != OURS:
+        return FOREIGN_ERROR
+    exact = case.is_exact and not name.startswith("grad_")
+    return max(1e-6, 1.01 * eager) if exact else max(FLOOR[dtype], 2 * eager)
 
 
 def check(outcomes: Sequence[Outcome], problem: Problem, world: World) -> dict[str, float]:
@@ -167,137 +150,111 @@ def check(outcomes: Sequence[Outcome], problem: Problem, world: World) -> dict[s
 
     Raises WrongResult where one of ours is above its bound.
     """
-    alike: dict[Any, list[Outcome]] = {}
-    eager_errors: dict[str, float] = {}
+    eager, alike = dict[str, float](), dict[Any, list[Outcome]]()
     for outcome in outcomes:
-        case = outcome.case
-        if outcome.reason is None and case.limits is not None:
-            outcome.reason = case.limits(problem)
         if outcome.reason is None:
-            alike.setdefault((case.kind, case.grads), []).append(outcome)
+            alike.setdefault((outcome.case.kind, outcome.case.grads), []).append(outcome)
     for same in alike.values():
-        exact = evaluated(problem, same[0].case, torch.float64)
-        eager = evaluated(problem, same[0].case, problem.dtype)
-        found = [relative_error(eager.pop(name), true) for name, true in exact.items()]
+        exact, rounded = (evaluated(problem, same[0].case, dtype) for dtype in (torch.float64, problem.dtype))
+        found = world.slowest([relative_error(rounded.pop(name), true) for name, true in exact.items()])
         give_back(world)
-        of_eager = dict(zip(exact, world.slowest(found), strict=True))
-        eager_errors |= {name: max(e, eager_errors.get(name, 0.0)) for name, e in of_eager.items()}
+        own = dict(zip(exact, found, strict=True))
+        eager |= {name: max(error, eager.get(name, 0.0)) for name, error in own.items()}
         for outcome in same:
-            _check_one(outcome, problem, exact, of_eager, world)
+            errors = attempt(partial(errors_of, outcome.case, problem, exact), outcome, world)
+            problem.reset()
+            if errors is None:
+                continue
+            outcome.errors = dict(zip(errors, world.slowest(list(errors.values())), strict=True))
+            bounds = {name: bound_of(outcome.case, problem.dtype, name, own[name]) for name in errors}
+            off = [
+                f"{n} {e:.2e} (bound {bounds[n]:.2e})"
+                for n, e in outcome.errors.items()
+                if not e <= bounds[n]
+            ]
+            off += ["made again in the backward, against its promise"] * bool(promise.counts.remade)
+            if off and outcome.case.family == OURS:
+                raise WrongResult(f"{outcome.case.name} is wrong: {', '.join(off)}")
+            outcome.reason = f"wrong result: {', '.join(off)}" if off else None
         del exact
-    return eager_errors
-
-
-def _check_one(
-    outcome: Outcome, problem: Problem, exact: Outputs, eager: dict[str, float], world: World
-) -> None:
-    name = outcome.case.name
-    found = attempt(partial(errors_of, outcome.case, problem, exact), outcome, world)
-    problem.reset()
-    if found is None:
-        return
-    outcome.errors = dict(zip(found, world.slowest(list(found.values())), strict=True))
-    if outcome.case.family == OURS:
-        pairs = [(k, e, _bound(outcome.case, problem.dtype, k, eager[k])) for k, e in outcome.errors.items()]
-        if wrong := [f"{k} {e:.2e} (bound {most:.2e})" for k, e, most in pairs if not e <= most]:
-            raise WrongResult(f"{name} is wrong: {', '.join(wrong)}")
-        if promise.counts.remade:
-            raise WrongResult(
-                f"{name}: its upstream gradient is not the token weights that grad_in_forward was given; "
-                "timed would be a recomputation"
-            )
-    elif not max(outcome.errors.values()) <= FOREIGN_ERROR:
-        outcome.reason = f"wrong result: error {max(outcome.errors.values()):.1e}"
-
-
-# --- memory, times ---------------------------------------------------------------------------------
+    return eager
 
 
 def peak_mib(case: Case, problem: Problem, world: World) -> float:
     """A step's peak above inputs, grad_hidden and the wgrad accumulator, cuBLAS's workspace counted."""
     problem.reset()
-    if world.on_gpu:
-        torch.cuda.synchronize()
-        torch._C._cuda_clearCublasWorkspaces()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        case.step(problem)
-        torch.cuda.synchronize()
-        peak = torch.cuda.max_memory_allocated() - before
-    else:
-        with LiveStorages() as live:
-            case.step(problem)
-        peak = live.peak_bytes
+    with case.ready(problem) as step:
+        if world.on_gpu:
+            torch.cuda.synchronize()
+            torch._C._cuda_clearCublasWorkspaces()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            step()
+            torch.cuda.synchronize()
+            peak = torch.cuda.max_memory_allocated() - before
+        else:
+            with LiveStorages() as live:
+                step()
+            peak = live.peak_bytes
     if case.grads:
         peak -= problem.hidden.nbytes + (problem.weight.nbytes if problem.main_grad is None else 0)
     problem.reset()
-    return peak / MIB
+    return peak / 2**20
 
 
-def interleave(
-    turns: Mapping[str, Callable[[], list[float] | None]], twice: Sequence[str], blocks: int
-) -> dict[str, list[list[float]]]:
-    """Every turn once a block, those of ``twice`` again, in an order that is shuffled anew in each block.
+def turn(step: Callable[..., object], world: World, warm: int, steps: int) -> list[float]:
+    """`TIMES`: medians over ``steps`` steps, without a wait between them.
 
-    Of each turn what it gave in each block, means where it had several. One that gives None has failed, and
-    is not asked again.
+    ``warm`` untimed steps come first; what the calls of one take to return, on an idle device, is the host's
+    time, of all but the first, which finds cold caches. The GPU is looked at in the last step.
     """
-    generator = random.Random(0)  # the same on every rank
-    names = [*turns, *twice]
-    samples: dict[str, list[list[float]]] = {name: [] for name in turns}
-    for _ in range(blocks):
-        found: dict[str, list[list[float]]] = {}
-        for name in generator.sample(names, len(names)):
-            if (sample := turns[name]()) is None:
-                names = [other for other in names if other != name]
-            else:
-                found.setdefault(name, []).append(sample)
-        for name, several in found.items():
-            samples[name].append([statistics.mean(column) for column in zip(*several, strict=True)])
-    return samples
+    host: list[float] = []
+    for _ in range(warm):
+        world.synchronise()
+        start = time.perf_counter()
+        step()
+        host.append(1e3 * (time.perf_counter() - start))
+    marks: list[Any] = []
+    for _ in range(steps):
+        step(lambda: marks.append(world.now()))
+    if world.on_gpu:
+        marks[-3].synchronize()  # the last step begins
+    gpu.look()
+    world.synchronise()
+    of_steps = zip(marks[::3], marks[1::3], marks[2::3], strict=True)
+    spans = [[world.ms(a, b), world.ms(b, c), world.ms(a, c)] for a, b, c in of_steps]
+    return [statistics.median(column) for column in (*zip(*spans, strict=True), host[1:] or host or [0.0])]
 
 
 def time_cases(outcomes: dict[str, Outcome], problem: Problem, given: argparse.Namespace) -> None:
-    """Interleaved blocks of those that have no reason not to run; their samples are added."""
-    world = problem.world
+    """A turn a block of all that have no reason not to run, in an order that is shuffled anew in each; of a
+    base two, whose mean counts."""
+    world, steps = problem.world, dict[str, int]()  # of a turn
 
-    def turn_of(case: Case, warm: int, steps: int) -> list[float]:
-        with case.ready(problem) as step:
-            return turn(step, world, warm, steps)
+    def take(name: str, warm: int, count: int) -> list[float] | None:
+        def action() -> list[float]:
+            with outcome.case.ready(problem) as step:
+                return turn(step, world, warm, count)
 
-    def take(name: str, warm: int, steps: int) -> list[float] | None:
         outcome, seen = outcomes[name], len(gpu.readings)
-        if outcome.reason is not None:
-            return None
-        sample = attempt(partial(turn_of, outcome.case, warm, steps), outcome, world)
+        sample = None if outcome.reason else attempt(action, outcome, world)
         outcome.readings += gpu.readings[seen:]
         problem.reset()
         return None if sample is None else world.slowest(sample)
 
-    turns = {}
     for name in outcomes:
         if (first := take(name, 1, 1)) is not None:
-            step_ms = max(first[2], 1e-3)
-            steps = max(1, min(MOST_STEPS, math.ceil(given.sample_ms / step_ms)))
-            turns[name] = partial(take, name, 4 if step_ms < SHORT_STEP_MS else 2, steps)
-    bases = [name for name in dict.fromkeys(outcomes[name].case.base for name in turns) if name in turns]
-    for name, samples in interleave(turns, bases, given.blocks).items():
-        outcomes[name].samples += samples
-
-
-# --- a cell ----------------------------------------------------------------------------------------
-
-
-def paired(key: str, own: Outcome, base: Outcome | None, column: int = 2) -> Row:
-    """``key``: the median of the blocks' ratios of what `turn` gives in ``column``, the step's time; and its
-    `interval`."""
-    ratios: list[float] = []
-    if base is not None and not own.reason and not base.reason:
-        pairs = zip(own.samples, base.samples, strict=False)
-        ratios = [round(a[column] / max(b[column], 1e-9), 4) for a, b in pairs]
-    middle = round(statistics.median(ratios), 4) if ratios else None
-    return {key: middle, f"{key}_interval": interval(ratios)}
+            steps[name] = max(1, min(MOST_STEPS, math.ceil(given.sample_ms / max(first[2], 1e-3))))
+    names = [*steps, *sorted({outcomes[name].case.base for name in steps} & steps.keys())]
+    generator = random.Random(0)  # the same on every rank
+    for _ in range(given.blocks):
+        found: dict[str, list[list[float]]] = {}
+        for name in generator.sample(names, len(names)):
+            if (sample := take(name, WARM, steps[name])) is not None:
+                found.setdefault(name, []).append(sample)
+        for name, several in found.items():
+            outcomes[name].samples.append([statistics.mean(column) for column in zip(*several, strict=True)])
 
 
 def interval(values: Sequence[float]) -> tuple[float, float] | None:
@@ -311,32 +268,33 @@ def interval(values: Sequence[float]) -> tuple[float, float] | None:
     return (ordered[below - 1], ordered[-below]) if below else None
 
 
+def paired(key: str, own: Outcome, base: Outcome | None, time: str = "time_ms") -> Row:
+    """``key``: the median of the blocks' ratios of these times; and its `interval`."""
+    ratios: list[float] = []
+    if base is not None and not own.reason and not base.reason:
+        at, pairs = TIMES.index(time), zip(own.samples, base.samples, strict=False)
+        ratios = [round(a[at] / max(b[at], 1e-9), 4) for a, b in pairs]
+    return {key: statistics.median(ratios) if ratios else None, f"{key}_interval": interval(ratios)}
+
+
 def row_of(outcome: Outcome, outcomes: dict[str, Outcome], size: int) -> Row:
     """What is of this outcome alone; ``size``: T * H * V."""
     case, samples, errors = outcome.case, outcome.samples, outcome.errors
     gradients = [error for key, error in errors.items() if key.startswith("grad_")]
-    others = {key: outcomes.get(other) for key, other in case.over.items()}
-    row: Row = {
-        **{"variant": case.name, "family": case.family, "base": case.base, "roof_products": case.products},
-        "peak_mib": None if outcome.peak_mib is None else round(outcome.peak_mib, 4),
-        "error": outcome.reason or max(gradients or errors.values(), default=None),
-        "loss_error": errors.get("loss"),
-        "errors": errors,
-        "upstream": "one scalar" if ("loss", "one_upstream") in case.grads else "weights",
-        **paired("ratio", outcome, outcomes.get(case.base)),
-        "over": case.over,
-        **gpu.medians(outcome.readings),
-        **dict.fromkeys(("forward_ms", "backward_ms", "time_ms", "host_ms", "spread", "tflops")),
-        **case.told,
-    }
-    for key, other in others.items():
-        row |= paired(key, outcome, other) | paired(f"host_{key}", outcome, other, 3)
+    row: Row = {"variant": case.name, "family": case.family, "base": case.base, "over": case.over}
+    row |= {"roof_products": case.products, "peak_mib": outcome.peak_mib, "blocks": len(samples)}
+    row |= {"error": outcome.reason or max(gradients or errors.values(), default=None), "errors": errors}
+    row["upstream"] = "one scalar" if ("loss", "one_upstream") in case.grads else "weights"
+    row |= case.told | gpu.medians(outcome.readings) | dict.fromkeys((*TIMES, "spread", "tflops"))
+    row |= paired("ratio", outcome, outcomes.get(case.base))
+    for key, name in case.over.items():
+        row |= paired(key, outcome, outcomes.get(name))
+        row |= paired(f"host_{key}", outcome, outcomes.get(name), "host_ms")
     if samples and outcome.reason is None:
-        columns = [*zip(*samples, strict=True)]
-        for name, column in zip(("forward_ms", "backward_ms", "time_ms", "host_ms"), columns, strict=True):
-            row[name] = round(statistics.median(column), 3)
-        times, time_ms = columns[2], statistics.median(columns[2])
-        row |= {"blocks": len(samples), "spread": round((max(times) - min(times)) / time_ms, 4)}
+        columns = dict(zip(TIMES, zip(*samples, strict=True), strict=True))
+        times, time_ms = columns["time_ms"], statistics.median(columns["time_ms"])
+        row |= {name: round(statistics.median(column), 3) for name, column in columns.items()}
+        row["spread"] = round((max(times) - min(times)) / time_ms, 4)
         row["tflops"] = round(2.0 * case.products * size / time_ms / 1e9, 1)
     return row
 
@@ -346,23 +304,23 @@ def measure(
 ) -> list[Row]:
     """The rows of one cell, each with ``facts``: the bare products first, then the cases in their order.
 
-    Of ``given`` its dtype, blocks and sample_ms. Raises WrongResult before anything was timed where a case of
-    this package is wrong.
+    Of ``given`` dtype, blocks and sample_ms. Raises WrongResult before the times where one of ours is wrong.
     """
     world.sequence_parallel = cell.sequence_parallel
-    dtype: torch.dtype = getattr(torch, given.dtype)
-    problem = op.problem(cell, world, dtype=dtype, wgrad_accumulator=op.wgrad_accumulator)
-    outcomes = {case.name: Outcome(case, case.why_not) for case in op.rows(cases)}
+    problem = op.problem(cell, world, getattr(torch, given.dtype))
+    wanted = {case.base for case in cases if case.why_not is None}
+    rows = [*(base for base in op.bases if base.name in wanted), *cases]
+    outcomes = {case.name: Outcome(case, case.why_not) for case in rows}
     eager = check([outcomes[case.name] for case in cases], problem, world)
     del problem.all_weight
     give_back(world)
     for outcome in outcomes.values():
         if outcome.reason is None and outcome.case.family != BASE:
             peak = attempt(partial(peak_mib, outcome.case, problem, world), outcome, world)
-            outcome.peak_mib = None if peak is None else world.slowest([peak])[0]
+            outcome.peak_mib = None if peak is None else round(world.slowest([peak])[0], 4)
     time_cases(outcomes, problem, given)
     T, H, V = cell.num_tokens, cell.hidden_size, problem.num_rows
     facts = {**facts, "shape": cell.shape, "T": T, "H": H, "V": V, "sp": cell.sequence_parallel}
-    facts |= {"wgrad_accumulator": op.wgrad_accumulator, "eager_errors": eager}
+    facts |= {"wgrad_accumulator": problem.wgrad_accumulator, "eager_errors": eager}
     facts |= {"operands": cell.origin, "operands_made": problem.about} if cell.operands else {}
     return [facts | row_of(outcome, outcomes, T * H * V) for outcome in outcomes.values()]

@@ -66,8 +66,7 @@ from megatron_fused_ce.scripts.runs.snapshots import (
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from megatron_fused_ce.scripts.bench.op import Case
-    from megatron_fused_ce.scripts.bench.problem import World
+    from megatron_fused_ce.scripts.bench.problem import Case, World
 
 #: Of the highest peak: less than that is hard to find in the picture, and not in its legend.
 VISIBLE = 1 / 60

@@ -22,7 +22,7 @@ from megatron_fused_ce.cli import command_line
 from megatron_fused_ce.cli.command_line import Parser, UsageError, command, number, whole
 from megatron_fused_ce.plan import command as plan
 from megatron_fused_ce.plan import head_command
-from megatron_fused_ce.scripts.bench import cases, commits, peers, trained
+from megatron_fused_ce.scripts.bench import cases, commits, trained
 from megatron_fused_ce.scripts.demo import __main__ as demo
 from megatron_fused_ce.scripts.runs import compare, memory, pretrain, real_text, selfcheck, sweep
 from tests import same_training, soak
@@ -42,7 +42,6 @@ READERS: dict[str, tuple[Parse, list[str]]] = {
     "selfcheck": (selfcheck.main, []),
     "bench": (lambda words: cases.parse_arguments("", words), []),
     "bench.commits": (commits.main, ["--old", "nowhere"]),
-    "bench.peers": (peers.main, []),
     "bench.trained": (trained.main, ["operands.pt"]),
     "pretrain": (pretrain.main, ["--megatron", "nowhere"]),
     "real_text": (real_text.main, ["--megatron", "nowhere"]),
@@ -224,7 +223,7 @@ def test_only_regular_files_of_some_size_are_read(tmp_path):
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "scripts" / "README.md"]
 PAGES += sorted(path for path in (ROOT / "docs").rglob("*.md") if "benchmarks" not in path.parts)
 #: Module -> its name in READERS.
-OF_BENCH = ("bench", *(f"bench.{name}" for name in ("commits", "peers", "trained")))
+OF_BENCH = ("bench", *(f"bench.{name}" for name in ("commits", "trained")))
 MODULES = {f"scripts.{name}": name for name in (*OF_BENCH, "demo")}
 MODULES |= {f"scripts.runs.{name}": name for name in ("pretrain", "real_text")}
 NOT_READ = {"autoload"} | {f"scripts.dev.{name}" for name in ("figures", "known_forms")}
