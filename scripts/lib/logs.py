@@ -74,6 +74,11 @@ class Point(NamedTuple):
     first: int | None
     unit: float = 0.0  # of the last digit printed; 0: every digit is there
 
+    @property
+    def length(self) -> int:
+        """How many iterations."""
+        return 1 if self.first is None else self.last - self.first + 1
+
 
 def _printed(last: int, text: str, first: int | None) -> Point:
     """Its unit is that of the last digit: of ``5.537932E+00`` 1e-6."""
@@ -111,6 +116,12 @@ class Record:
         """First and last with a loss."""
         seen = [point.last for name in self.training_losses for point in self.curves[name]]
         return min(seen), max(seen)
+
+    @property
+    def facts(self) -> dict[str, object]:
+        """Of a result file."""
+        own = ("kind", "precision", "heads", "skipped", "restarts")
+        return {name: getattr(self, name) for name in own} | {"iterations": self.iterations()}
 
     def add(self, name: str, point: Point) -> None:
         """The last of an iteration wins."""
@@ -231,8 +242,10 @@ def parse_logs(texts: Iterable[str]) -> Figures:
     losses = {name: [point.value for point in curve] for name, curve in run.curves.items()}
     norms, status = losses.pop(GRAD_NORM, []), "out of memory" if run.is_out_of_memory else "ok"
     peak = max(run.memory_mb, default=0.0) or None
-    heads = dict(zip(("heads_fused", "logits_materialised", "heads_stock"), run.heads, strict=False))
-    return Figures(status, losses, norms, [*run.skipped], run.times_ms, peak, **heads, error=run.error)
+    figures = Figures(status, losses, norms, [*run.skipped], run.times_ms, peak, error=run.error)
+    if run.heads:
+        figures.heads_fused, figures.logits_materialised, figures.heads_stock = run.heads
+    return figures
 
 
 def log_texts(folder: Path) -> list[str]:

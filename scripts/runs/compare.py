@@ -7,10 +7,8 @@
     python -m megatron_fused_ce compare --paired RUNS unfused flag --against-noise native te
 
 The first run is the reference. Each is a log, a folder of logs or a TensorBoard folder, in any mix. With
---launch the command after -- is run as it is and with --fused-chunked-ce, logs kept in --out.
-
-A log's line is a mean over the iterations since the last one, TensorBoard has every iteration: compared are
-means over the same iterations. A difference below the printed digits is none.
+--launch the command after -- is run as it is and with --fused-chunked-ce, logs kept in --out. Compared are
+means over the same iterations; a difference below the printed digits is none.
 
 One pair raises alarms and no more, since rounding drives two runs apart, too: by the largest relative
 difference of the first iterations (--first), and the mean one of the last 100. Bounds are fixed, or twice what
@@ -43,10 +41,11 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, pairwise
+from functools import partial
+from itertools import chain, cycle, pairwise
 from pathlib import Path
-from statistics import fmean
-from typing import TYPE_CHECKING, NamedTuple
+from statistics import fmean, median_low
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_fused_ce.cli import command_line as cli
 from megatron_fused_ce.cli.command_line import UsageError
@@ -57,6 +56,7 @@ from megatron_fused_ce.scripts.lib.results import Row
 
 if TYPE_CHECKING:  # --help does without rich
     from rich.console import Console
+    from rich.status import Status
 
 #: Iterations, at the end of runs, over which a difference is averaged.
 LAST = 100
@@ -91,8 +91,15 @@ class Pair(NamedTuple):
 
     @property
     def difference(self) -> float:
-        """Relative; inf where one alone is finite."""
-        return losses.relative_difference(self.other, self.reference, self.tolerance)
+        """Relative; inf where one alone is finite, or 0."""
+        found = losses.relative_difference(self.other, self.reference, self.tolerance)
+        return math.inf if found and not (self.other and self.reference) else found
+
+    @property
+    def drift(self) -> float:
+        """Relative, with its sign; nan where one is not finite."""
+        gap = self.other - self.reference
+        return gap / abs(self.reference) if self.reference and math.isfinite(gap) else math.nan
 
     @property
     def gap(self) -> float:
@@ -102,10 +109,12 @@ class Pair(NamedTuple):
 
     @property
     def log_ratio(self) -> float:
-        """Of norms, as the gap; inf where one alone is 0, too."""
-        if not math.isfinite(self.gap) or abs(self.gap) <= self.tolerance:
-            return self.gap if not math.isfinite(self.gap) else 0.0
-        return math.log(self.other / self.reference) if min(self.reference, self.other) > 0 else math.inf
+        """Of norms; inf where the difference is."""
+        return (
+            self.difference and math.log(self.other / self.reference)
+            if self.difference < math.inf
+            else math.inf
+        )
 
 
 #: Of a curve, by name and seed; and a number of each run.
@@ -149,15 +158,19 @@ def _mean_pair(*runs: list[Point]) -> Pair:
     return Pair(runs[0][0].first, runs[0][-1].last, reference, other, tolerance)
 
 
-def start_of(pairs: Sequence[Pair]) -> int:
-    """The first iteration; where its line does not tell, as many are in it as lie before the next line."""
-    first, *more = pairs
-    interval = more[0].iteration - first.iteration if more else 1
-    return first.first or max(1, first.iteration - interval + 1)
-
-
 def within(pairs: Sequence[Pair], first: int, last: int) -> list[Pair]:
     return [pair for pair in pairs if first <= pair.iteration <= last]
+
+
+def spacing(pairs: Sequence[Pair]) -> int:
+    """Iterations from one to the next, mostly."""
+    return median_low([b.iteration - a.iteration for a, b in pairwise(pairs)] or [0])
+
+
+def start_of(pairs: Sequence[Pair]) -> int:
+    """The first iteration; where its line does not tell, as many are in it as lie before the next line."""
+    interval = pairs[1].iteration - pairs[0].iteration if len(pairs) > 1 else 1
+    return pairs[0].first or max(1, pairs[0].iteration - interval + 1)
 
 
 def largest(pairs: Sequence[Pair]) -> float:
@@ -174,13 +187,21 @@ def root_mean_square(values: Iterable[float]) -> float:
     return math.sqrt(mean(value * value for value in values))
 
 
+def distance(pairs: Sequence[Pair], first: int, last: int, is_norm: bool) -> float:
+    return root_mean_square(p.log_ratio if is_norm else p.gap for p in within(pairs, first, last))
+
+
+def blocks(start: int, end: int, shortest: int = 10) -> list[tuple[int, int]]:
+    """First and last iteration of each."""
+    ends = [0, *(at for at in ENDS if at >= shortest)]
+    return [(start + a, min(start + b - 1, end)) for a, b in pairwise(ends) if start + a <= end]
+
+
 def of_each(pairs: Pairs, number: Callable[[list[Pair]], float]) -> Values:
     """Of each run that has it: where it is no nan."""
-    found: Values = {}
-    for name, seed, run in ((name, seed, run) for name, runs in pairs.items() for seed, run in runs.items()):
-        if not math.isnan(value := number(run)):
-            found.setdefault(name, {})[seed] = value
-    return found
+    numbers = {name: {seed: number(run) for seed, run in of.items()} for name, of in pairs.items()}
+    known = {n: {seed: x for seed, x in of.items() if not math.isnan(x)} for n, of in numbers.items()}
+    return {name: of for name, of in known.items() if of}
 
 
 # --- what is judged ----------------------------------------------------------------------------
@@ -195,23 +216,27 @@ class Figure:
     values: Values
     over_seeds: Callable[[Iterable[float]], float]
     bound: float  # nan: not known, for there is no noise
-    is_block: bool = False
 
     @property
     def what(self) -> str:
         return f"{self.curve}, {self.part}"
+
+    @property
+    def is_block(self) -> bool:
+        return self.part.startswith("iterations ")
 
     def over(self, name: str) -> float:
         return self.over_seeds(self.values[name].values())
 
     def times(self, name: str) -> float:
         """Its size over the bound."""
-        size = abs(self.over(name))
+        size = abs(self.over(name)) if name in self.values else 0.0
         return size / self.bound if self.bound else math.inf if size else 0.0
 
     def is_within(self, name: str) -> bool:
-        each = all(abs(value) <= ONE_SEED * self.bound for value in self.values[name].values())
-        return each and math.isfinite(self.over(name)) and abs(self.over(name)) <= self.bound
+        """Without a bound: whether it is finite."""
+        sizes = [abs(self.over(name)), *(abs(value) / ONE_SEED for value in self.values[name].values())]
+        return all(math.isfinite(size) and not size > self.bound for size in sizes)
 
 
 @dataclass(frozen=True)
@@ -220,69 +245,512 @@ class Judge:
 
     reference: str
     judged: str
-    noise: Sequence[str]
+    noise: Sequence[str] = ()
+    by_seed: bool = False
     first: int = 10
     first_bound: float | None = None
     first_grad_norm_bound: float | None = None
 
     def of_noise(self, values: Values) -> float:
-        return root_mean_square(x for name in self.noise for x in values.get(name, {}).values())
+        every = (size for name in self.noise for size in values.get(name, {}).values())
+        return root_mean_square(filter(math.isfinite, every))
 
-    def twice(self, least: float, *noise: float, otherwise: float = math.nan) -> float:
-        """The largest noise, or ``least`` if that is more; ``otherwise`` where there is none."""
-        known = [losses.YARDSTICK_FACTOR * size for size in noise if not math.isnan(size)]
+    def twice(self, least: float, *values: Values, otherwise: float = math.nan) -> float:
+        """The largest noise of these, or ``least`` if that is more; ``otherwise`` where there is none."""
+        sizes = [losses.YARDSTICK_FACTOR * self.of_noise(of) for of in values]
+        known = [size for size in sizes if not math.isnan(size)]
         return max(least, *known) if known else otherwise
 
-    def one_pair(self, curve: str, pairs: Pairs, start: int, is_fp32: bool) -> Iterator[Figure]:
-        """Relative differences; bounds are fixed, or twice the noise's.
+    def figures(self, curve: str, pairs: Pairs, start: int, is_fp32: bool) -> Iterator[Figure]:
+        """Of one pair relative differences, of seeds differences; gradient norms have no last iterations.
 
-        A gradient norm's noise only widens its fixed bound: three digits behind the point, as logged, are
-        few, and its noise jumps more than the losses'.
+        One pair's noise only widens a gradient norm's fixed bound: three digits behind the point, as logged,
+        are few, and its noise jumps more than the losses'.
         """
-        (mine,) = pairs[self.judged].values()
-        end, is_norm = mine[-1].iteration, curve == GRAD_NORM
-        worst = max(mine, key=lambda pair: pair.difference)
+        is_norm, mine = curve == GRAD_NORM, [*chain(*pairs[self.judged].values())]
+        begin, end = min(pair.iteration for pair in mine), max(pair.iteration for pair in mine)
+        worst, every = max(mine, key=lambda pair: pair.difference), of_each(pairs, largest)
         at = f"all (largest at iteration {worst.iteration})" if worst.difference else "all"
-        yield Figure(curve, at, of_each(pairs, largest), max, math.inf)
-        if not is_norm:
-            last = of_each(pairs, lambda run: mean(pair.drift for pair in within(run, end - LAST + 1, end)))
-            bound = self.twice(DRIFT, self.of_noise(last), otherwise=DRIFT)
-            yield Figure(curve, f"last {LAST}", last, mean, bound)
-        until = start + self.first - 1
-        first = of_each(pairs, lambda run: largest(within(run, mine[0].iteration, until)))
-        usual = FIXED[is_norm][is_fp32]
-        least, given = losses.LOSS_RESOLUTION, self.first_bound
-        if is_norm:
-            least, given = usual, self.first_grad_norm_bound
-        bound = self.twice(least, self.of_noise(first), otherwise=usual)
-        yield Figure(curve, f"first {self.first}", first, max, bound if given is None else given)
-
-    def seeds(self, curve: str, pairs: Pairs, start: int) -> Iterator[Figure]:
-        """The last iterations (not of gradient norms), the first ones, and blocks; of a validation all."""
-        if " loss " in curve:
-            every = of_each(pairs, largest)
-            bound = self.twice(DRIFT, self.of_noise(every), otherwise=DRIFT)
-            yield Figure(curve, "relative", every, max, bound)
+        is_all = self.by_seed and " loss " in curve  # a validation
+        bound = self.twice(DRIFT, every, otherwise=DRIFT) if is_all else math.inf
+        yield Figure(curve, at, every, max, bound)
+        if is_all:
             return
-        is_norm = curve == GRAD_NORM
+        known = [p for of in pairs.values() for p in chain(*of.values()) if math.isfinite(p.reference)]
         resolution = losses.GRAD_NORM_RESOLUTION if is_norm else losses.LOSS_RESOLUTION
-        known = [p for runs in pairs.values() for run in runs.values() for p in run if math.isfinite(p.reference)]
-        least = max(resolution * max(abs(p.reference) for p in known), *(p.tolerance for p in known))
+        size = max((abs(pair.reference) for pair in known), default=0.0)
+        digits = max([resolution * size, *(pair.tolerance for pair in known)])
         if not is_norm:
-            # Means of three seeds can be near 0 by chance; those of the 100 before seldom are, too.
-            means = [of_each(pairs, lambda run, at=at: mean(p.gap for p in of_last(run, at))) for at in (0, 1)]
-            yield Figure(curve, f"last {LAST}", means[0], mean, self.twice(least, *map(self.of_noise, means)))
-        until, last = start + self.first - 1, max(pair.iteration for pair in known)
-
-        def early(run: list[Pair]) -> float:
-            those = within(run, start, until)
-            told = those and those[-1].iteration > min(until, run[-1].iteration) - self.first / 2
-            return root_mean_square(pair.gap for pair in those) if told else math.nan
-
-        first = of_each(pairs, early)
-        bound = self.twice(least, self.of_noise(first)) if self._alike(pairs, start, until) else math.nan
+            # Means of few seeds can be near 0 by chance; those of the iterations before seldom are, too.
+            last, before = (of_each(pairs, partial(self.late, end=at)) for at in (end, end - LAST))
+            least, otherwise = (digits, math.nan) if self.by_seed else (DRIFT, DRIFT)
+            bound = self.twice(least, last, before, otherwise=otherwise)
+            yield Figure(curve, f"last {LAST}", last, mean, bound)
+        first = of_each(pairs, partial(self.early, begin=begin, until=start + self.first - 1))
+        if not self.by_seed:
+            usual, given = FIXED[is_norm][is_fp32], (self.first_bound, self.first_grad_norm_bound)[is_norm]
+            bound = self.twice(usual if is_norm else losses.LOSS_RESOLUTION, first, otherwise=usual)
+            yield Figure(curve, f"first {self.first}", first, max, bound if given is None else given)
+            return
+        # A mean over more iterations is nearer to another than they are.
+        alike = len({spacing(run) for of in pairs.values() for run in of.values()}) == 1
+        bound = self.twice(digits, first) if alike else math.nan
         yield Figure(curve, f"first {self.first}", first, root_mean_square, bound)
-        ends = [start - 1, *(start - 1 + end for end in ENDS if end >= 10)]
-        blocks = [(begin + 1, end) for begin, end in pairwise(ends) if begin < last]
-        sizes = [of_each(pairs, lambda run, of=of: root_mean_square(p.log_ratio if is_norm else p.gap for p in within(run, *of))) for of in blocks]
-        ...
+        if is_norm:  # of ratios
+            ratios = [pair.tolerance / pair.reference for pair in known if pair.reference]
+            digits = max(resolution, median_low(ratios or [0.0]))
+        parts = blocks(start, end)
+        sizes = [of_each(pairs, partial(distance, first=a, last=b, is_norm=is_norm)) for a, b in parts]
+        for (a, b), of, bound in zip(parts, sizes, self.of_blocks(sizes, digits), strict=True):
+            bound = bound if alike else math.nan
+            yield Figure(curve, f"iterations {a} to {b}", of, root_mean_square, bound)
+
+    def of_blocks(self, sizes: Sequence[Values], digits: float) -> list[float]:
+        """Each block's bound: by the largest noise of this block, an earlier one or the next."""
+        noise = [self.of_noise(of) for of in sizes]
+        known = [[IN_BLOCK * size for size in noise[: at + 2] if size >= 0] for at in range(len(noise))]
+        return [max(digits, *near) if near else math.nan for near in known]
+
+    def late(self, run: list[Pair], end: int) -> float:
+        return mean(p.gap if self.by_seed else p.drift for p in within(run, end - LAST + 1, end))
+
+    def early(self, run: list[Pair], begin: int, until: int) -> float:
+        """nan where too few lines have these iterations."""
+        those = within(run, begin, until)
+        if not those or those[-1].iteration <= min(until, run[-1].iteration) - self.first / 2:
+            return math.nan
+        return root_mean_square(pair.gap for pair in those) if self.by_seed else largest(those)
+
+
+# --- a comparison --------------------------------------------------------------------------------
+
+#: By name and seed; one pair's seed is 0.
+Runs = dict[str, dict[int, Record]]
+
+
+@dataclass
+class Comparison:
+    judge: Judge
+    runs: Runs
+    notes: list[str]
+    pairs: dict[str, Pairs] = field(default_factory=dict)  # by curve; the first is the training's loss
+    start: int = 1  # the first iteration that is compared
+    problems: list[str] = field(default_factory=list)
+    figures: list[Figure] = field(default_factory=list)
+
+    @property
+    def names(self) -> list[str]:
+        """The judged run's, the noise's, and others, the nearest to the bounds first."""
+        first = [self.judge.judged, *self.judge.noise]
+        others = {name for pairs in self.pairs.values() for name in pairs} - {*first}
+        return [*first, *sorted(others, key=lambda name: (max(f.times(name) for f in self.figures), name))]
+
+    @property
+    def main(self) -> Pairs:
+        return next(iter(self.pairs.values()))
+
+    def on_the_way(self, curve: str, name: str) -> list[tuple[int, float]]:
+        """Last iteration of each block, from the first on, and the distance in it."""
+        runs = [*self.pairs[curve][name].values()]
+        of = blocks(self.start, max(run[-1].iteration for run in runs), 1)
+        sizes = [root_mean_square(distance(run, *block, False) for run in runs) for block in of]
+        return [(end, size) for (_, end), size in zip(of, sizes, strict=True) if not math.isnan(size)]
+
+    def outside(self, name: str) -> list[Figure]:
+        return [figure for figure in self.figures if name in figure.values and not figure.is_within(name)]
+
+    @property
+    def verdict(self) -> str:
+        seeds, *others = (len(self.main.get(name, {})) for name in (self.judge.judged, *self.judge.noise))
+        if self.judge.by_seed and min(seeds, sum(others)) < FEWEST_SEEDS:
+            return "INCONCLUSIVE"
+        if self.problems:
+            return "DIFFERENT"
+        # The last iterations alone miss most errors.
+        first = f"{next(iter(self.pairs))}, first"
+        told = any(figure.what.startswith(first) and figure.bound >= 0 for figure in self.figures)
+        return "SAME" if told or not self.judge.by_seed else "INCONCLUSIVE"
+
+    @property
+    def looked_at(self) -> str:
+        of = self.main[self.judge.judged]
+        curves = dict.fromkeys(figure.curve for figure in self.figures if not math.isnan(figure.bound))
+        end, seeds = max(run[-1].iteration for run in of.values()), ", ".join(map(str, of))
+        by_seed = f"; seeds {seeds}" if self.judge.by_seed else ""
+        return f"looked at: {', '.join(curves)}; iterations {self.start} to {end}{by_seed}"
+
+    def add(self, figure: Figure) -> None:
+        judged, noise = self.judge.judged, [name for name in self.judge.noise if name in figure.values]
+        if judged in figure.values:
+            self.figures.append(figure)
+            if not figure.is_within(judged):
+                by = f"{figure.over(judged):+.1e}, bound {figure.bound:.1e}"
+                self.problems.append(f"{figure.what} differs: {by}")
+            if math.isnan(figure.bound) and not figure.is_block:
+                why = "runs log other iterations" if noise else "no run of --against-noise has it"
+                self.notes.append(f"{figure.what}: not judged, since {why}")
+            elif self.judge.noise and not noise and figure.bound < math.inf:
+                self.notes.append(f"{figure.what}: a fixed bound, since no run of --against-noise has it")
+        elif not figure.is_block:
+            self.notes.append(f"{figure.what}: no line has these alone; --log-interval 1 would tell more")
+
+
+def compare(runs: Runs, judge: Judge, notes: Iterable[str] = ()) -> Comparison:
+    """Raises UsageError where a name has no run with the iterations of the reference's of its seed."""
+    found, skipped = Comparison(judge, runs, [*notes]), Values()
+    for name, seed, run in [(name, seed, run) for name, of in runs.items() for seed, run in of.items()]:
+        if run.restarts:
+            again = ", ".join(map(str, run.restarts[:5]))
+            found.notes.append(f"{run.name} was restarted at iteration {again}: the last start counts")
+        if run.num_repeated:
+            found.notes.append(f"{run.name} has {run.num_repeated} lines twice: the last of each counts")
+        beside = runs[judge.reference].get(seed)
+        if name == judge.reference or beside is None:
+            continue
+        curves = {curve: pairs_of(beside, run, curve) for curve in beside.curves if curve in run.curves}
+        main = next((loss for loss in beside.training_losses if curves.get(loss)), "")
+        if not main:
+            found.notes.append(_nothing_shared(beside, run))
+        for curve, pairs in curves.items() if main else ():
+            if judge.by_seed and curve not in (main, GRAD_NORM) and not re.match("mtp|.* loss ", curve):
+                continue
+            if those := [p for p in pairs if name not in judge.noise or math.isfinite(p.difference)]:
+                found.pairs.setdefault(curve, {}).setdefault(name, {})[seed] = those
+        if run.kind == beside.kind == "log":  # TensorBoard does not tell
+            skipped.setdefault(name, {})[seed] = len(at := _skips(beside, run))
+            if at and name == judge.judged:
+                found.notes.append(
+                    f"{run.name} skipped other steps at iteration {', '.join(map(str, at[:5]))}"
+                )
+        if run.kind == beside.kind and name == judge.judged:  # the other kind has names of its own
+            found.problems += [
+                f"only {one.name} logs {curve}"
+                for one, other in ((beside, run), (run, beside))
+                for curve in one.curves
+                if curve not in other.curves and (judge.by_seed or " loss " not in curve)
+            ]
+    found.pairs = {
+        curve: found.pairs[curve]
+        for curve in sorted(found.pairs, key=lambda curve: (" loss " in curve, curve == GRAD_NORM))
+        if judge.judged in found.pairs[curve]
+    }
+    shared = found.main if found.pairs else {}
+    without = [name for name in (judge.judged, *judge.noise) if name not in shared]
+    if without and (judge.by_seed or judge.judged in without):
+        why = f"no run NAME-SEED of {', '.join(without)} is beside {judge.reference} of the same seed"
+        raise UsageError(
+            "; ".join(["nothing to compare", *([why] if judge.by_seed else []), *found.notes[:3]])
+        )
+    of_judged = [pair for run in shared[judge.judged].values() for pair in run]
+    if not any(math.isfinite(pair.reference) or math.isfinite(pair.other) for pair in of_judged):
+        raise UsageError("nothing to compare: no loss is finite in either run")
+    found.start = min(start_of(run) for run in shared[judge.judged].values())
+    of_pair = [run for name in (judge.reference, judge.judged) for run in runs[name].values()]
+    is_fp32 = {run.precision for run in of_pair} == {"float32"}
+    for curve, of_curve in found.pairs.items():
+        for figure in judge.figures(curve, of_curve, found.start, is_fp32):
+            found.add(figure)
+        missing = [p.iteration for run in of_curve[judge.judged].values() for p in run if math.isnan(p.gap)]
+        if missing:
+            found.notes.append(f"{curve} is nan in both runs on {len(missing)} lines, from {missing[0]} on")
+    if not judge.by_seed:
+        each = [f"{run.name} has {first} to {last}" for run in of_pair for first, last in [run.iterations()]]
+        ends = found.start, of_judged[-1].iteration
+        if len({run.iterations() for run in of_pair}) > 1:
+            found.notes.append(f"compared are iterations {ends[0]} to {ends[1]}: {', '.join(each)}")
+    if judge.judged in skipped:
+        bound = judge.twice(0.0, skipped, otherwise=0.0)
+        found.add(Figure("skipped steps", "lines", skipped, root_mean_square, bound))
+    return found
+
+
+def _nothing_shared(reference: Record, other: Record) -> str:
+    ranges = [f"{run.name} {run.iterations()[0]} to {run.iterations()[1]}" for run in (reference, other)]
+    text = f"the runs have no loss over the same iterations ({', '.join(ranges)})"
+    if reference.kind != other.kind:
+        text += "; beside a log, TensorBoard needs every iteration: --tensorboard-log-interval 1"
+    return text
+
+
+def _skips(reference: Record, other: Record) -> list[int]:
+    """Lines in whose iterations the two skipped different numbers of steps."""
+    begin, end = (
+        choose(ends)
+        for choose, ends in zip(
+            (max, min), zip(reference.iterations(), other.iterations(), strict=True), strict=True
+        )
+    )
+    lines = sorted({*reference.skipped, *other.skipped})
+    return [n for n in lines if begin <= n <= end and reference.skipped.get(n, 0) != other.skipped.get(n, 0)]
+
+
+def series_of(folder: Path, judge: Judge) -> Comparison:
+    """Of the runs FOLDER/NAME-SEED that reach the last iteration.
+
+    Raises UsageError where one of the names has none that can be paired, or is given twice.
+    """
+    if len({judge.reference, judge.judged, *judge.noise}) != 2 + len(judge.noise):
+        raise UsageError("a run is no noise of itself: give --against-noise other names, each once")
+    found, notes = list[tuple[str, int, Record]](), list[str]()
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        if match := re.fullmatch(r"(.+)-(\d+)(?:\.log)?", path.name):
+            try:
+                found.append((match[1], int(match[2]), read_run(path, path.name)))
+            except UsageError as error:
+                notes.append(f"left out: {error}")
+    last = max((run.iterations()[1] for *_, run in found), default=0)
+    runs: Runs = {judge.reference: {}}
+    for name, seed, run in found:
+        if (end := run.iterations()[1]) < last:
+            notes.append(f"left out: {run.name} ends at iteration {end}")
+        else:
+            runs.setdefault(name, {})[seed] = run
+    return compare(runs, judge, notes)
+
+
+# --- what is written ---------------------------------------------------------------------------
+
+
+def report(found: Comparison, out: Path, source: Row, console: Console, caption: str = "") -> int:
+    """Prints the table and the verdict, writes picture and figures; the exit status."""
+    judge, rows = found.judge, list[Row]()
+    how = ", paired by seed with" if judge.by_seed else " against"
+    head = ["", "over the seeds", "of each seed"] if judge.by_seed else ["", "difference"]
+    table = tables.terminal(f"minus {judge.reference}; red: outside the bound", head)
+    for figure in found.figures:
+        names = [name for name in found.names if name in figure.values]
+        is_shown = not figure.is_block or not figure.is_within(judge.judged)
+        if is_shown:
+            table.add_row(f"{figure.what}: bound", f"{figure.bound:.1e}", style="bold")
+        for name in names:
+            seeds, differences = zip(*sorted(figure.values[name].items()), strict=True)
+            row: Row = {"shape": f"{figure.what}{how} {judge.reference}", "variant": name, "seeds": seeds}
+            row |= {"differences": differences, "over_seeds": figure.over(name), "bound": figure.bound}
+            row |= {"within": figure.is_within(name)}
+            if figure.part == f"last {LAST}" and judge.by_seed:
+                row["on_the_way"] = found.on_the_way(figure.curve, name)
+            elif figure.part.startswith("all"):
+                row["curve"] = [p[1:4] for run in found.pairs[figure.curve][name].values() for p in run]
+            rows.append(row)
+            if is_shown:
+                style, each = "" if row["within"] else "red", " ".join(f"{x:+.1e}" for x in differences)
+                cells = [f"  {name}", f"{row['over_seeds']:+.1e}", each][: len(head)]
+                table.add_row(*cells, style=style)
+    console.print(table)
+    for words in (*(f"note: {note}" for note in found.notes), *(f"[red]{p}[/red]" for p in found.problems)):
+        console.print(words, soft_wrap=True)
+    facts: Row = {"verdict": found.verdict, "problems": found.problems, "notes": found.notes}
+    facts |= {"judged": judge.judged, "noise": judge.noise, "caption": caption, "looked_at": found.looked_at}
+    facts["runs"] = {run.name: run.facts for of in found.runs.values() for run in of.values()}
+    results.write(out / "compare_loss.json", rows, source | facts)
+    if pictures.pyplot() is None:
+        console.print("no picture: matplotlib is not installed")
+    elif judge.by_seed:
+        draw_series(results.read(out / "compare_loss.json"), out / "compare_loss.png")
+    else:
+        draw_pair(found, out / "compare_loss.png")
+    console.print(f"{out}: compare_loss.json\n{found.looked_at}", soft_wrap=True)
+    colour = "green" if found.verdict == "SAME" else "red"
+    console.print(f"[{colour}]{found.verdict}[/{colour}]")
+    return STATUS[found.verdict]
+
+
+#: Of a curve in the other run, and in the reference below it.
+COLOURS = (
+    ("#08306b", "#9ecae1"), ("#a63603", "#fdbe85"), ("#00682a", "#a1d99b"), ("#54278f", "#dadaeb"),
+    ("#ae017e", "#fcc5c0"), ("#7f6000", "#e7cb94"), ("#252525", "#d9d9d9"),
+)  # fmt: skip
+
+
+def draw_pair(found: Comparison, path: Path) -> None:
+    """The heads' losses over each other (those of routers have another scale), and all losses' differences."""
+    judge, curves = found.judge, [curve for curve in found.pairs if curve != GRAD_NORM]
+    figure, (above, below) = pictures.pyplot().subplots(
+        2, sharex=True, figsize=(8, 7.2), layout="constrained"
+    )
+    label = "nan or inf (below: reference)"
+    for curve, (dark, light) in zip(curves, cycle(COLOURS), strict=False):
+        pairs = found.pairs[curve][judge.judged][0]
+        _differences(below, pairs, color=dark, lw=1, label=curve)
+        few = "o" if len(pairs) < 12 else ""
+        wide, thin = {"color": light, "lw": 5, "ms": 9}, {"color": dark, "lw": 1.3, "ms": 3}
+        for who, style, height in (("reference", wide, 0.02), ("other", thin, 0.06)):
+            values = {pair.iteration: getattr(pair, who) for pair in pairs}
+            if " loss" in curve or len(curves) == 1:
+                above.plot([*values], [*values.values()], marker=few, **style)
+                if missing := [
+                    at for at, value in values.items() if not math.isfinite(value)
+                ]:  # no line there
+                    cross = {"color": "#cb181d", "transform": above.get_xaxis_transform(), "clip_on": False}
+                    above.plot(missing, [height] * len(missing), "x", label=label, **cross)
+                    label = ""
+    loss, of_loss = next(iter(found.pairs.items()))
+    for name in (name for name in judge.noise if name in of_loss):
+        _differences(
+            below, of_loss[name][0], color="#737373", ls=":", lw=1.4, label=f"{loss} of the noise run"
+        )
+    for first in (f for f in found.figures if f.what == f"{loss}, first {judge.first}"):
+        span = [of_loss[judge.judged][0][0].iteration, found.start + judge.first - 1]
+        label = f"bound of {loss}'s first iterations"
+        below.plot(span, [first.bound] * 2, color="#cb181d", ls="--", lw=1.2, label=label)
+    below.set(yscale="log", xlabel="iteration", ylabel="relative difference")
+    above.set_ylabel("loss")
+    for axes in (above, below):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
+    names = f"{judge.judged} (thin) against {judge.reference} (wide)"
+    figure.suptitle(f"{names}: {found.verdict}", fontsize=10)
+    figure.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    pictures.save(figure, path)
+
+
+def _differences(axes: Any, pairs: Sequence[Pair], **style: Any) -> None:
+    """A log axis has no zero: where there is no difference, there is a gap."""
+    sizes = [p.difference if 0 < p.difference < math.inf else math.nan for p in pairs]
+    axes.plot([pair.iteration for pair in pairs], sizes, marker=".", ms=4, **style)
+
+
+def draw_series(content: dict[str, Any], path: Path) -> None:
+    """Of a result that `report` wrote: the differences on the way, and each figure over its bound."""
+    if (plt := pictures.pyplot()) is None:
+        return
+    of_figures: dict[str, dict[str, Row]] = {}
+    for row in content["rows"]:
+        what, _, reference = row["shape"].partition(", paired by seed with ")
+        of_figures.setdefault(what, {})[row["variant"]] = row
+    shown = {what: rows for what, rows in of_figures.items() if re.match("(?!mtp).*, (last|first) ", what)}
+    last, facts = next(iter(shown.values())), content["made_by"]
+    figure, (left, *panels) = plt.subplots(
+        1, 1 + len(shown), figsize=(5 + 2.2 * len(shown), 2.4 + 0.26 * len(last)), layout="constrained",
+        width_ratios=[1.7] + [1] * len(shown),
+    )  # fmt: skip
+    colours = {name: plt.get_cmap("tab10")(at % 10) for at, name in enumerate(last)}
+    for name, row in last.items():
+        # A log axis has no zero, a result file no nan but its word.
+        points = [(end, float(size) or math.nan) for end, size in row["on_the_way"]]
+        style = "-" if name in (facts["judged"], *facts["noise"]) else ":"
+        left.loglog(*zip(*points, strict=True), color=colours[name], lw=1.2, ls=style, marker=".", ms=3)
+    left.set_xlabel("iteration", fontsize=8)
+    left.set_title(f"loss minus {reference}'s with the same seed,\nroot mean square, nats", fontsize=8)
+    for axes, (what, rows) in zip(panels, shown.items(), strict=True):
+        for at, name in enumerate(name for name in last if name in rows):
+            row, colour = rows[name], colours[name]
+            bound = float(row["bound"])
+            each = [max(abs(float(value)) / bound, 1e-2) for value in row["differences"]]
+            axes.plot(each, [at] * len(each), "o", color=colour, ms=4, alpha=0.5)
+            axes.plot([abs(float(row["over_seeds"])) / bound], [at], "|", color=colour, ms=14, mew=2)
+        axes.axvline(1, color="black", ls="--", lw=1)
+        axes.set_xscale("log")
+        axes.set_title(f"{what}\nbound {bound:.1e}", fontsize=8)
+        axes.set_xlabel("times the bound", fontsize=8)
+        axes.set_ylim(len(last) - 0.5, -0.5)
+        axes.set_yticks(range(len(last)), list(last) if axes is panels[0] else [""] * len(last))
+    for label, colour in zip(panels[0].get_yticklabels(), colours.values(), strict=True):
+        label.set_color(colour)
+    for axes in (left, *panels):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
+        axes.tick_params(labelsize=8)
+    figure.suptitle(f"{facts['judged']} against {reference}, by seed: {facts['verdict']}", fontsize=10)
+    how = (
+        "Left: colours as the names' at the right; zeros are not drawn. Right: a dot a seed, without sign; a"
+    )
+    below = textwrap.fill(f"{how} bar over the seeds. {facts['caption']}", 150)
+    figure.supxlabel(below, fontsize=7, color="#525252")
+    pictures.save(figure, path)
+
+
+# --- command line ------------------------------------------------------------------------------
+
+
+def _parser() -> cli.Parser:
+    parser = cli.Parser("python -m megatron_fused_ce compare", __doc__ or "")
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="the reference, and the other run")
+    parser.add_argument("--out", type=Path, default=Path("build/compare_loss"))
+    add, bound = parser.add_argument_group("bounds").add_argument, cli.number()
+    same = "others that are the same as the reference"
+    add("--against-noise", nargs="+", default=[], metavar="RUN", help=same)
+    add("--first", type=cli.whole(), default=10, metavar="N", help="how many iterations are the first [10]")
+    add("--first-bound", type=bound, metavar="X", help="losses, relative [5e-4; fp32 1e-6]")
+    add("--first-grad-norm-bound", type=bound, metavar="X", help="ratio - 1 [2e-2; fp32 1e-5]")
+    add("--paired", type=Path, metavar="RUNS", help="pair RUNS/NAME-SEED by seed; runs are given as names")
+    add = parser.add_argument_group("launches").add_argument
+    add("--launch", action="store_true", help="run the command after --, flag off and on")
+    add("--noise", action="store_true", help="and once more with Megatron's native loss, as noise")
+    each = "three runs, with noise, of each seed; pair them"
+    add("--seeds", type=cli.whole(), nargs="+", metavar="N", help=each)
+    add("--timeout", type=cli.seconds, default=cli.NO_LIMIT, metavar="S", help="of one launch")
+    return parser
+
+
+def _given_runs(given: argparse.Namespace) -> dict[str, Path]:
+    """The reference, the other and, where there is one, the noise: by the shortest ends that differ."""
+    if len(given.runs) != 2:
+        raise UsageError("give two runs: compare REFERENCE OTHER, or --launch -- COMMAND")
+    if len(given.against_noise) > 1:
+        raise UsageError("one pair is held against one run of --against-noise; several seeds against more")
+    paths = [Path(path) for path in (*given.runs, *given.against_noise)]
+    parts = [path.resolve().parts for path in paths]
+    if parts[2:] and parts[2] in parts[:2]:
+        raise UsageError("a run is no noise of itself: give --against-noise another")
+    for length in range(1, max(map(len, parts)) + 1):
+        ends = ["/".join(part[-length:]) for part in parts]
+        if len({*ends}) == len(ends):
+            return dict(zip(ends, paths, strict=True))
+    return dict(zip("AB", paths, strict=False))
+
+
+def _launched_runs(given: argparse.Namespace, words: Sequence[str], console: Console) -> dict[str, Path]:
+    if given.runs or given.against_noise:
+        raise UsageError("--launch makes the runs itself: give the command after --, and no run")
+    command, runs = Command.of(words), dict[str, Path]()
+    launches = {"off": command.off(), "on": command.on()}
+    if given.noise or given.seeds:
+        launches["noise"] = command.other_stock()
+    for seed in given.seeds or [None]:
+        for name, line in launches.items():
+            folder = given.out / (name if seed is None else f"{name}-{seed}")
+            began, seeded = time.monotonic(), [] if seed is None else ["--seed", str(seed)]
+            with console.status(f"launch {folder.name}") as status:
+                progress = partial(_show, status, folder.name)
+                launch([*line, *seeded], folder, given.timeout, progress)
+            took = f"{time.monotonic() - began:.0f} s"
+            console.print(f"launch {folder.name}: {took}, logs in {folder}", soft_wrap=True)
+            runs[name] = folder
+    other = "unfused" if LOSS_FUSION in launches["off"] else "native"
+    names = {"off": "flag off", "on": "flag on", "noise": f"flag off, {other} loss"}
+    return {names[name]: folder for name, folder in runs.items()}
+
+
+def _show(status: Status, name: str, iteration: str) -> None:
+    status.update(f"launch {name}: {iteration}")
+
+
+@cli.command("compare")
+def main(words: list[str]) -> int:
+    own, launched = split_command(words)
+    given = _parser().parse_args(own)
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    bounds = {"first_bound": given.first_bound, "first_grad_norm_bound": given.first_grad_norm_bound}
+    cli.writable_folder(given.out)
+    if given.paired and (len(given.runs) != 2 or not given.against_noise):
+        raise UsageError("with --paired give two names of runs in RUNS, and others with --against-noise")
+    runs = _launched_runs(given, launched, console) if given.launch else {}
+    source = results.made_by(results.device_name() if given.launch else "", ["compare", *words])
+    if given.paired or (runs and given.seeds):
+        names, noise = (given.runs, given.against_noise) if given.paired else (("off", "on"), ["noise"])
+        judge = Judge(names[0], names[1], noise, by_seed=True, first=given.first)
+        found = series_of(given.paired or given.out, judge)
+        return report(found, given.out, source, console)
+    records = {name: {0: read_run(path, name)} for name, path in (runs or _given_runs(given)).items()}
+    reference, other, *noise = records
+    found = compare(records, Judge(reference, other, noise, first=given.first, **bounds))
+    if not given.launch and Path(given.runs[0]).samefile(given.runs[1]):
+        found.notes.insert(0, f"{given.runs[1]} is given twice: a run is compared with itself")
+    return report(found, given.out, source, console)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
