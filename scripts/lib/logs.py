@@ -29,7 +29,7 @@ LAUNCHER_LOG = "torchrun.log"
 #: Looked at below a run's folder: torchrun's logs of 1000 ranks are 4000 entries.
 MOST_ENTRIES = 20_000
 
-_NUMBER = r"([-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|nan|inf))"
+_NUMBER = r"([-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|(?i:nan|inf)))"
 _IS_NUMBER = re.compile(_NUMBER)
 _ITERATION = re.compile(r"(?:\[([\d .:-]+)\] )?iteration\s+(\d+)/\s*\d+ \|(.*)")
 #: What `megatron_fused_ce.scripts.lib.megatron_cpu` prints: ``iteration``, and values in every digit.
@@ -84,7 +84,7 @@ def _printed(last: int, text: str, first: int | None) -> Point:
     """Its unit is that of the last digit: of ``5.537932E+00`` 1e-6."""
     digits, _, exponent = text.lower().partition("e")
     unit = float(10.0 ** (int(exponent or 0) - len(digits.partition(".")[2])))
-    return Point(last, float(text), first, unit)
+    return Point(last, float(text), first, unit if digits[-1].isdigit() else 0.0)
 
 
 @dataclass

@@ -11,8 +11,8 @@ The first run is the reference. Each is a log, a folder of logs or a TensorBoard
 means over the same iterations; a difference below the printed digits is none.
 
 One pair raises alarms and no more, since rounding drives two runs apart, too: by the largest relative
-difference of the first iterations (--first), and the mean one of the last 100. Bounds are fixed, or twice what
-the run of --against-noise, the same training in other rounding, differs from the reference by.
+difference of the first iterations (--first), and the mean one of the last 100. Bounds are fixed, or twice
+what the run of --against-noise, the same training in other rounding, differs from the reference by.
 
 Several seeds (--seeds, or RUNS/NAME-SEED with --paired) tell whether runs train the same. Each run is held
 against the reference's of its seed, the seeds together against what the runs of --against-noise differ by:
@@ -23,8 +23,8 @@ against the reference's of its seed, the seeds together against what the runs of
     validation         at most 1 %, or twice the noise's
     skipped steps      at most twice as many
 
-Below three seeds, or three runs of noise, or where no line has the first iterations, it is INCONCLUSIVE. Other
-names in RUNS are shown beside. Always a difference: nan, inf, a norm of 0 or a curve in one run alone.
+Below three seeds, or three runs of noise, or where no line has the first iterations, it is INCONCLUSIVE.
+Other names in RUNS are shown beside. Always a difference: nan, inf, a norm of 0 or a curve in one run alone.
 
 Writes compare_loss.png and compare_loss.json to --out. Exit status: 0 the same, 1 different, 2 bad input,
 3 inconclusive.
@@ -110,11 +110,8 @@ class Pair(NamedTuple):
     @property
     def log_ratio(self) -> float:
         """Of norms; inf where the difference is."""
-        return (
-            self.difference and math.log(self.other / self.reference)
-            if self.difference < math.inf
-            else math.inf
-        )
+        found = self.difference
+        return math.log(self.other / self.reference) if 0 < found < math.inf else found
 
 
 #: Of a curve, by name and seed; and a number of each run.
@@ -276,7 +273,8 @@ class Judge:
         yield Figure(curve, at, every, max, bound)
         if is_all:
             return
-        known = [p for of in pairs.values() for p in chain(*of.values()) if math.isfinite(p.reference)]
+        runs = [run for name in (self.judged, *self.noise) for run in pairs.get(name, {}).values()]
+        known = [pair for pair in chain(*runs) if math.isfinite(pair.reference)]
         resolution = losses.GRAD_NORM_RESOLUTION if is_norm else losses.LOSS_RESOLUTION
         size = max((abs(pair.reference) for pair in known), default=0.0)
         digits = max([resolution * size, *(pair.tolerance for pair in known)])
@@ -293,7 +291,7 @@ class Judge:
             yield Figure(curve, f"first {self.first}", first, max, bound if given is None else given)
             return
         # A mean over more iterations is nearer to another than they are.
-        alike = len({spacing(run) for of in pairs.values() for run in of.values()}) == 1
+        alike = len({*map(spacing, runs)}) == 1
         bound = self.twice(digits, first) if alike else math.nan
         yield Figure(curve, f"first {self.first}", first, root_mean_square, bound)
         if is_norm:  # of ratios
@@ -563,7 +561,7 @@ COLOURS = (
 
 
 def draw_pair(found: Comparison, path: Path) -> None:
-    """The heads' losses over each other (those of routers have another scale), and all losses' differences."""
+    """The heads' losses over each other (those of routers have another scale), and all differences."""
     judge, curves = found.judge, [curve for curve in found.pairs if curve != GRAD_NORM]
     figure, (above, below) = pictures.pyplot().subplots(
         2, sharex=True, figsize=(8, 7.2), layout="constrained"

@@ -23,7 +23,7 @@ from megatron_fused_ce.scripts.lib import launches, results
 from megatron_fused_ce.scripts.lib import logs as megatron_logs
 from megatron_fused_ce.scripts.lib.logs import GRAD_NORM, Point, read_logs
 from megatron_fused_ce.scripts.runs import compare as compare_loss
-from megatron_fused_ce.scripts.runs.compare import Judge, compare
+from megatron_fused_ce.scripts.runs.compare import Figure, Judge, compare
 from tests import same_training
 from tests.support.checkouts import FAKE_PRETRAIN
 from tests.support.commands import run_here
@@ -201,7 +201,7 @@ VERDICTS = {
         (SKIPS.log(), trained(skipped=(1, 2)).log(), trained(skipped=(1, 2, 25)).log()), "", 0, "SAME"),
     "nan in one": (
         (RUN.log(), SICK.log()), "", 1,
-        "lm loss, all (largest at iteration 12) differs: +inf"),
+        "(largest at iteration 12) differs: +inf"),
     "nan in both": (
         (SICK.log(), SICK.log()), "", 0, "lm loss is nan in both runs on 2 lines, from 12 on"),
     "nan alone": (
@@ -222,7 +222,7 @@ VERDICTS = {
         "lm loss, first 10 differs: +1.0e-02"),
     # drift; a first bound of 1 is none
     "a drift": (
-        (LONG, drifted(0.012).log()), "--first-bound=1", 1, "lm loss, last 100 differs: +1.2e-02, bound 1.0e-02"),
+        (LONG, drifted(0.012).log()), "--first-bound=1", 1, "last 100 differs: +1.2e-02, bound 1.0e-02"),
     "a drift as the noise's": ((LONG, drifted(0.02).log(), drifted(0.015).log()), "", 0, "SAME"),
     "apart from iteration 62 on": (
         (trained(150).log(), drifted(0.09, 62, 150).log()), "", 1, "lm loss, last 100 differs: +"),
@@ -232,7 +232,7 @@ VERDICTS = {
     # what is compared
     "other ranges": (
         (RUN.log(stop_after=30), RUN.log(begin=11)), "", 0,
-        "compared are iterations 11 to 30: a has 1 to 30, b has 11 to 40"),
+        "compared are iterations 13 to 30: a has 1 to 30, b has 11 to 40"),
     "a late start": (
         (RUN.log(), changed(21).log(begin=11)), "", 1, "lm loss, first 10 differs: +1.0e-02, bound 5.0e-04"),
     "lines too long for the first iterations": (
@@ -243,7 +243,7 @@ VERDICTS = {
     "digits that are not printed": (
         (LINE.format("0.002"), LINE.format("0.003")), "--first-grad-norm-bound=0", 0, "SAME"),
     "digits that are": (
-        (LINE.format("0.002"), LINE.format("0.004")), "--first-grad-norm-bound=0", 1, "grad norm, first 10 differs"),
+        (LINE.format("0.002"), LINE.format("0.004")), "--first-grad-norm-bound=0", 1, "grad norm, first 10"),
     "every digit of the CPU harness": (
         (EXACT.format(5.53793219) + LINE.format(2.586), EXACT.format(5.53793218) + LINE.format(2.586)),
         EXACTLY, 1, "lm loss, first 1000 differs: +1.8e-09"),
@@ -251,7 +251,7 @@ VERDICTS = {
     "every fifth iteration beside means": (
         (RUN.tensorboard(interval=5), RUN.log(5)), "", 2, "--tensorboard-log-interval 1"),
     "every fifth iteration of both": (
-        (RUN.tensorboard(interval=5), changed(30).tensorboard(interval=5)), EXACTLY, 1, ": +1.0e-02, bound 0"),
+        (RUN.tensorboard(interval=5), changed(30).tensorboard(interval=5)), EXACTLY, 1, "+1.0e-02, bound 0"),
     "a restart in TensorBoard": (
         (RESUMED.tensorboard(end=30),
          lambda folder: [run(folder) for run in (LOST.tensorboard(end=37), RUN.tensorboard(21, 30))]),
@@ -262,7 +262,7 @@ VERDICTS = {
         (RUN.log(10), Trained({s: RUN.losses[s] for s in RUN.losses if s != 14}, RUN.norms).tensorboard()),
         EXACTLY, 0, "SAME"),
     "nan in TensorBoard": (
-        (RUN.tensorboard(), SICK.tensorboard()), "", 1, "lm loss, all (largest at iteration 12) differs: +inf"),
+        (RUN.tensorboard(), SICK.tensorboard()), "", 1, "(largest at iteration 12) differs: +inf"),
 }  # fmt: skip
 
 
@@ -308,7 +308,7 @@ SERIES = {
         {"flag": (0, 0, 0), "te": (1e-3, 1e-3, 1e-3), "interval": (20, 20, 20)}, "INCONCLUSIVE",
         "--log-interval 1 would tell more"),
     "all nan": (
-        {"flag": (math.nan,) * 3, "te": (math.nan,) * 3}, "DIFFERENT", "lm loss, all (largest at iteration 41) differs: +inf"),
+        {"flag": (math.nan,) * 3, "te": (math.nan,) * 3}, "DIFFERENT", "(largest at iteration 41) differs: +inf"),
     "an error on purpose": (
         {"flag": (1e-4, 1e-4, 1e-4), "te": (1e-3, 1e-3, 1e-3), "planted": (9e-3,)}, "SAME", "planted "),
 }  # fmt: skip
@@ -344,8 +344,112 @@ def test_pairs_by_seed(tmp_path, what):
     assert found["flag"]["seeds"] == list(range(1, 1 + len(runs["te"])))
     last = [loss for step, loss in trained(140, 1).losses.items() if step > 40]
     assert float(found["flag"]["differences"][0]) == pytest.approx(
-        runs["flag"][0] * statistics.fmean(last), abs=3e-7, rel=1e-2, nan_ok=True)  # fmt: skip
+        math.inf if what == "all nan" else runs["flag"][0] * statistics.fmean(last), abs=3e-7, rel=1e-2
+    )
     assert "planted" not in found or not found["planted"]["within"]
+
+
+def differences(draw, num):
+    """Of runs that are the same: 1e-4 at first, 500 times that from iteration 100 on, where they wander."""
+    keep, wander, found = math.exp(-1 / 30), draw.gauss(0, 1), []
+    for step in range(1, num + 1):
+        wander = keep * wander + math.sqrt(1 - keep**2) * draw.gauss(0, 1)
+        growth = 500 ** min(1, (step - 20) / 80) if step > 20 else 1
+        found.append(1e-4 * growth * (wander if step > 20 else draw.gauss(0, 1)))
+    return found
+
+
+def same_runs(draw, num):
+    """Three seeds by name: the reference, the one that is judged, and one other."""
+    runs = {"unfused": [], "flag": [], "te": []}
+    for of in [of for _ in range(3) for of in runs.values()]:
+        off = (differences(draw, num) if of is not runs["unfused"] else [0.0] * num for _ in range(2))
+        steps = zip(range(1, num + 1), *off, strict=True)
+        both = {step: (7 + 4 * math.exp(-step / 100) + a, 1.5 * math.exp(b)) for step, a, b in steps}
+        of.append(Trained(*({step: pair[i] for step, pair in both.items()} for i in (0, 1))))
+    return runs
+
+
+def test_runs_that_are_the_same_are_called_so():
+    """At most 2 % of 200 sets."""
+    draw, verdicts = random.Random(62), collections.Counter()
+    for _ in range(200):
+        runs = collections.defaultdict(dict)
+        for name, seeds in same_runs(draw, 300).items():
+            for seed, run in enumerate(seeds, 1):
+                record = runs[name][seed] = read_logs(f"{name}-{seed}", [])
+                record.curves["lm loss"] = [Point(i, round(x, 6), i, 1e-6) for i, x in run.losses.items()]
+                record.curves[GRAD_NORM] = [Point(i, round(x, 3), i, 1e-3) for i, x in run.norms.items()]
+        verdicts[compare(runs, Judge("unfused", "flag", ["te"], by_seed=True)).verdict] += 1
+    assert verdicts["DIFFERENT"] <= 4 and verdicts.total() == verdicts["DIFFERENT"] + verdicts["SAME"]
+
+
+def off(losses=lambda step, x: x, norms=lambda step, x: x):
+    """A run that is the same but for these."""
+    return lambda run: Trained(
+        {s: losses(s, x) for s, x in run.losses.items()}, {s: norms(s, x) for s, x in run.norms.items()}
+    ).log()
+
+
+def said(text, loss):
+    return text + EVALUATION.format(300).replace("4.000000E+00", f"{loss:.6E}")
+
+
+#: What the flag's run of the second seed does -> its log, and what is said of it. All were SAME once.
+WRONG = {
+    "an infinite loss at one iteration": (off(lambda s, x: math.inf if s == 150 else x), "lm loss"),
+    "nan for eleven": (off(lambda s, x: math.nan if 150 <= s <= 160 else x), "lm loss"),
+    "gradient norms nan from 50 on": (off(norms=lambda s, x: x if s < 50 else math.nan), "grad norm"),
+    "3 nats more over 100 to 200": (off(lambda s, x: x + 3 * (100 <= s <= 200)), "lm loss"),
+    "1 more and 1 less in the last 100": (off(lambda s, x: x + (-1) ** s * (s > 200)), "lm loss"),
+    "gradient norms three times as large": (off(norms=lambda s, x: 3 * x), "grad norm"),
+    "gradient norms of 0": (off(norms=lambda s, x: x if s < 50 else 0.0), "grad norm"),
+    "100 skipped steps": (off(lambda s, x: None if 100 <= s < 200 else x), "skipped steps"),
+    "validation": (lambda run: said(run.log(), 9), "lm loss validation"),
+    "no gradient norms": (lambda run: re.sub(r"grad norm: \S+ \|", "", run.log()), "grad norm"),
+}
+
+
+@pytest.mark.parametrize("what", [None, *WRONG])
+def test_runs_that_differ(tmp_path, no_picture, what):
+    for name, seeds in same_runs(random.Random(5), 300).items():
+        for seed, run in enumerate(seeds, 1):
+            is_wrong = what and (name, seed) == ("flag", 2)
+            text = WRONG[what][0](run) if is_wrong else run.log()
+            text = text if is_wrong and what == "validation" else said(text, 4)
+            (tmp_path / f"{name}-{seed}.log").write_text(text)
+    words = [f"--paired={tmp_path}", "unfused", "flag", "--against-noise", "te", f"--out={tmp_path / 'out'}"]
+    done = run_here(compare_loss.main, *words)
+    *lines, verdict = done.stdout.splitlines()
+    assert verdict == ("DIFFERENT" if what else "SAME"), done.stdout
+    assert not what or any(re.match(rf"{WRONG[what][1]}.* differs|only .* logs", line) for line in lines)
+    looked_at = "looked at: lm loss, grad norm, lm loss validation, skipped steps; iterations 1 to 300"
+    assert what or looked_at in done.stdout
+
+
+def test_the_committed_runs_keep_their_verdicts():
+    """By both windows, whose figures the result has, and by blocks, which were not judged then."""
+    content = results.read(ROOT / results.RESULTS / "2026-11-26-h100-80gb-hbm3-paired.json")
+    judge, rows = Judge("unfused", "flag", content["made_by"]["noise"], by_seed=True), content["rows"]
+    for _, of in itertools.groupby(rows, key=lambda row: row["shape"]):
+        of = list(of)
+        values = {row["variant"]: dict(zip(row["seeds"], row["differences"], strict=True)) for row in of}
+        over = statistics.fmean if "last" in of[0]["shape"] else compare_loss.root_mean_square
+        figure = Figure("loss", "", values, over, judge.twice(0.0, values))
+        assert figure.bound == pytest.approx(of[0]["bound"])
+        assert {row["variant"]: figure.is_within(row["variant"]) for row in of} == {
+            row["variant"]: row["within"] for row in of
+        }
+    ways = {row["variant"]: row["on_the_way"] for row in rows if "on_the_way" in row}
+    first = {name: math.sqrt(statistics.fmean(x**2 for _, x in way[:5])) for name, way in ways.items()}
+    sizes = [{name: {0: x} for name, x in first.items()}]
+    sizes += [{name: {0: way[at][1]} for name, way in ways.items()} for at in range(5, len(ways["flag"]))]
+    bounds = judge.of_blocks(sizes, 1e-5)
+    outside = {
+        name for of, bound in zip(sizes, bounds, strict=True) for name, x in of.items() if x[0] > bound
+    }
+    errors = ("noise-0.3", "noise-1", "labels", "no-grad-weight", "no-grad-hidden")
+    assert outside == {f"planted-{error}" for error in errors}
 
 
 @pytest.mark.parametrize("name", ["no-grad-weight", "no-grad-hidden", "labels", "noise-0.1"])
