@@ -308,7 +308,7 @@ SERIES = {
         {"flag": (0, 0, 0), "te": (1e-3, 1e-3, 1e-3), "interval": (20, 20, 20)}, "INCONCLUSIVE",
         "--log-interval 1 would tell more"),
     "all nan": (
-        {"flag": (math.nan,) * 3, "te": (math.nan,) * 3}, "DIFFERENT", "(largest at iteration 41) differs: +inf"),
+        {"flag": (math.nan,) * 3, "te": (math.nan,) * 3}, "DIFFERENT", "at iteration 41) differs: +inf"),
     "an error on purpose": (
         {"flag": (1e-4, 1e-4, 1e-4), "te": (1e-3, 1e-3, 1e-3), "planted": (9e-3,)}, "SAME", "planted "),
 }  # fmt: skip
