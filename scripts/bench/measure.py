@@ -15,6 +15,7 @@ import math
 import random
 import statistics
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -183,7 +184,10 @@ def check(outcomes: Sequence[Outcome], problem: Problem, world: World) -> dict[s
         of_eager = dict(zip(exact, world.slowest(found), strict=True))
         eager_errors |= {name: max(e, eager_errors.get(name, 0.0)) for name, e in of_eager.items()}
         for outcome in same:
+            began = time.monotonic()
             _check_one(outcome, problem, exact, of_eager, world)
+            took = f"{time.monotonic() - began:.1f} s"
+            say(world, f"{outcome.case.name}: {outcome.reason or 'right'}, checked in {took}")
         del exact
     return eager_errors
 

@@ -695,6 +695,7 @@ def test_two_launches_of_its_own(tmp_path, no_picture):
     run = launched(tmp_path, "--lr", "1e-3", options=["--noise"])
     assert run.returncode == 0, run.stdout + run.stderr
     assert "flag off, native loss" in run.stdout
+    assert re.findall(r"^launch (\w+): \d+ s, logs in ", run.stdout, re.MULTILINE) == ["off", "on", "noise"]
     records = [(tmp_path / "out" / name / launches.RECORD).read_text() for name in ("off", "on")]
     start, flags = f"{sys.executable} ", f"{tmp_path / 'pretrain_fake.py'} --lr 1e-3 --bf16"
     assert [json.loads(record)["command"] for record in records] == [
