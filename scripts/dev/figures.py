@@ -28,11 +28,9 @@ MEMORY = {
 
 def draw_results() -> None:
     """The pictures of docs/images that committed results hold the figures of."""
-    from megatron_fused_ce.scripts.runs import compare, memory, sweep
+    from megatron_fused_ce.scripts.runs import compare, memory
 
     folder, images = REPOSITORY / RESULTS, REPOSITORY / "docs" / "images"
-    front = sweep.read(folder / "2026-11-21-h200-sweep-front-tp1.json")
-    sweep.draw(front, images / "sweep-front-h200-tp1.png")
     for name, result in MEMORY.items():
         memory.draw(memory.read(folder / result), images / name)
     paired = results.read(folder / "2026-11-26-h100-80gb-hbm3-paired.json")

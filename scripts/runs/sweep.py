@@ -4,18 +4,17 @@
     torchrun --nproc-per-node 4 scripts/sweep_chunks.py --sequence-parallel
     python -m megatron_fused_ce sweep --through-megatron MEGATRON_LM --nproc 8 -- --num-layers 32 ...
 
-The head alone, a training step of forward and backward, runs on this machine's GPUs or CPU, measured as
-`scripts.bench` does: checked against fp64 before anything is timed, then in interleaved blocks. With
---through-megatron each cell is a short launch of the real pretraining script with the arguments after --,
-and so are Megatron's unfused and native losses; it reads milliseconds an iteration and the most memory
-allocated from the log, and compares the losses with unfused's (bound: twice native's difference, or 5e-4,
-fp32 1e-6). Launches that an earlier call with the same arguments and sources left in --out are kept.
+The head alone, a training step, runs on this machine's GPUs or CPU, measured as `scripts.bench` does: checked
+against fp64 before anything is timed, then in interleaved blocks. With --through-megatron each cell is a
+short launch of the real pretraining script with the arguments after --, and so are Megatron's own losses;
+losses are compared with unfused's (bound: twice native's difference, or 5e-4, fp32 1e-6). Launches that an
+earlier call with the same arguments and sources left in --out are kept.
 
 Times are the slowest rank's, peaks the largest of any rank: of the head above its inputs, grad_hidden and
-the wgrad accumulator, by the allocator on a GPU, by live storages on a CPU; of a launch the whole model's.
-Out of memory is a row. Recommended is the smallest peak among those within --tolerance of the fastest.
+the wgrad accumulator, of a launch the whole model's. Out of memory is a row. Recommended is the smallest
+peak among those within --tolerance of the fastest.
 
-Writes sweep.json, .md and .png to --out. Exit code 1: a wrong result or a launch that failed; 2: arguments
+Writes sweep.json and sweep.md to --out. Exit code 1: a wrong result or a launch that failed; 2: arguments
 that do not fit.
 """
 
@@ -27,8 +26,8 @@ import os
 import shlex
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ from megatron_fused_ce.cli import command_line as cli
 from megatron_fused_ce.cli.command_line import UsageError
 from megatron_fused_ce.config import STRATEGY_CHOICES
 from megatron_fused_ce.scripts.bench.cases import Cell, world_size
-from megatron_fused_ce.scripts.lib import launches, losses, pictures, results, tables
+from megatron_fused_ce.scripts.lib import launches, losses, results, tables
 from megatron_fused_ce.scripts.lib.launches import REFERENCE, YARDSTICK, Case, Checkout, Run
 from megatron_fused_ce.scripts.lib.logs import Figures
 
@@ -55,11 +54,8 @@ ON_A_CPU = (
 )
 #: Flags of the user's that the sweep sets itself, and those of losses that stock launches do not have.
 SWEPT = (FLAG, *(f"--fused-ce-{name}" for name in ("strategy", "num-chunks", "chunk-tokens", "memory-mb")))
-OTHER_LOSS = tuple(
-    f"--fused-ce-{name}"
-    for name in ("label-smoothing", "label-smoothing-form", "z-loss", "logit-softcap", "ignore-index",
-                 "mask-padded-vocab")
-)  # fmt: skip
+OTHER = "label-smoothing label-smoothing-form z-loss logit-softcap ignore-index mask-padded-vocab"
+OTHER_LOSS = {f"--fused-ce-{name}" for name in OTHER.split()}
 
 
 @dataclass(frozen=True)
@@ -92,7 +88,6 @@ class Row:
 
     @property
     def is_ours(self) -> bool:
-        """And ran, and was right."""
         return self.status == OK and self.strategy not in STOCK
 
 
@@ -145,10 +140,8 @@ def _beside_auto(best: Row, auto: Row | None) -> str:
     """What the defaults would cost."""
     if best is auto:
         return f"It is what {FLAG} does by itself: leave the defaults alone."
-    if auto is None or best.ratio is None:
-        return ""
-    if auto.ratio is None:
-        return f"The defaults: {auto.status}."
+    if auto is None or auto.ratio is None or best.ratio is None:
+        return f"The defaults: {auto.status}." if auto else ""
     more, plan = auto.ratio / best.ratio - 1, f" ({auto.plan})" if auto.plan else ""
     said = f"The defaults{plan} take {abs(more):.1%} {'more' if more >= 0 else 'less'} time"
     if auto.peak_mib is not None and best.peak_mib is not None:
@@ -174,7 +167,7 @@ class SweepResult:
         reference = ran[0] if ran[0].strategy == AUTO else ran[-1]
         below = reference.time_ms or math.inf
         rows = [replace(row, ratio=row.time_ms and row.time_ms / below) for row in rows]
-        known = with_peaks(rows)
+        known = [row for row in rows if row.status == OK and row.ratio and row.peak_mib]
         front = {known[i] for i in pareto_front([(row.ratio or 0.0, row.peak_mib or 0.0) for row in known])}
         best = recommend(rows, tolerance)
         chosen = best and best[0]
@@ -194,10 +187,6 @@ class SweepResult:
         return f"{sizes}, TP {facts['tp']}{', sequence parallel' if facts['sp'] else ''}"
 
 
-def with_peaks(rows: Iterable[Row]) -> list[Row]:
-    return [row for row in rows if row.status == OK and row.ratio is not None and row.peak_mib is not None]
-
-
 # --- the head alone --------------------------------------------------------------------------------
 
 
@@ -211,10 +200,8 @@ def of_head(given: argparse.Namespace, rows: list[Row], source: results.Row) -> 
     world = World(given.sequence_parallel, use_gpu=given.device == "cuda")
     on_cpu = f"{source['device']}, {torch.get_num_threads()} threads"
     facts = {"what": "head", "dtype": given.dtype, "tp": world.size, "blocks": given.blocks}
-    facts |= {
-        "device": torch.cuda.get_device_name() if world.on_gpu else on_cpu,
-        "sample_ms": given.sample_ms,
-    }
+    facts["sample_ms"] = given.sample_ms
+    facts["device"] = torch.cuda.get_device_name() if world.on_gpu else on_cpu
     configs = {row.name: FusedCEConfig(strategy=row.strategy, num_chunks=row.num_chunks) for row in rows}
     cases = [loss.of_config(world, name, config) for name, config in configs.items()]
     shape = Cell("head", given.tokens, given.hidden, given.vocab, world.sequence_parallel)
@@ -228,13 +215,10 @@ def of_head(given: argparse.Namespace, rows: list[Row], source: results.Row) -> 
         world.close()
     found = []
     for row, of in zip(rows, measured, strict=True):
-        num = math.ceil(given.tokens / (of.get("chunk_tokens") or given.tokens))
-        plan = (
-            f"{of['plan']}, {num} chunk{'s' * (num > 1)} of {of['chunk_tokens']} tokens"
-            if "plan" in of
-            else ""
-        )
-        came = {name: of[name] for name in ("time_ms", "spread", "peak_mib")} | {"plan": plan}
+        came = {name: of[name] for name in ("time_ms", "spread", "peak_mib")}
+        if size := of.get("chunk_tokens"):
+            num = math.ceil(given.tokens / size)
+            came["plan"] = f"{of['plan']}, {num} chunk{'s' * (num > 1)} of {size} tokens"
         ran = of["time_ms"] is not None
         came |= {"status": OK, "error": of["error"]} if ran else {"status": str(of["error"])}
         found.append(replace(row, **came))
@@ -357,96 +341,12 @@ def markdown(result: SweepResult) -> str:
     )
 
 
-def write(result: SweepResult, out: Path) -> str:
-    """Names of what was written, and why there is no picture: no matplotlib, or no peaks."""
+def write(result: SweepResult, out: Path) -> None:
     source = result.facts | {"reference": result.reference, "tolerance": result.tolerance}
     source["recommended"] = result.best and {"flags": result.best[0].flags, "why": result.best[1]}
     rows = [{"shape": result.about, "variant": row.name, **asdict(row)} for row in result.rows]
     results.write(out / "sweep.json", rows, source)
     results.write_whole(out / "sweep.md", markdown(result))
-    picture = "no picture (no peak is known)"
-    if with_peaks(result.rows):
-        drawn = draw(result, out / "sweep.png")
-        picture = "sweep.png" if drawn else "no picture (matplotlib is not installed)"
-    return f"sweep.json, sweep.md, {picture}"
-
-
-def read(path: Path) -> SweepResult:
-    """A sweep's JSON file again. Raises UsageError."""
-    content, names = results.read(path), [field.name for field in fields(Row)]
-    try:
-        rows = [Row(**{name: row[name] for name in names}) for row in content["rows"]]
-        return SweepResult.of(rows, content["made_by"], content["made_by"]["tolerance"])
-    except (KeyError, TypeError) as error:
-        raise UsageError(f"{path} is no result of a sweep: {error}") from None
-
-
-TITLES = {"head": "Training step: forward and backward", "pretrain": "Training iteration of the launch"}
-COLOURS = {
-    "store": "#08306b", "grad_in_forward": "#31a354", "recompute": "#e6550d", AUTO: "#cb181d",
-    REFERENCE: "#252525", YARDSTICK: "#8c6d31",
-}  # fmt: skip
-MOST_LINEAR = 4.0  # peaks within this factor have a linear axis
-
-
-def draw(result: SweepResult, path: Path) -> bool:
-    """Peak over time of the rows that have both; numbers are chunks. False without matplotlib."""
-    if (plt := pictures.pyplot()) is None:
-        return False
-    figure, axes = plt.subplots(figsize=(7, 4.8), layout="constrained")
-    rows = with_peaks(result.rows)
-    for strategy in dict.fromkeys(row.strategy for row in rows):
-        at = [(row.time_ms, row.peak_mib) for row in rows if row.strategy == strategy]
-        marker = {AUTO: "*", **dict.fromkeys(STOCK, "s")}.get(strategy, "o")
-        # The row that it chose stands inside the star.
-        style = {"ms": 18, "zorder": 2} if strategy == AUTO else {"ms": 6, "zorder": 3}
-        axes.plot(*zip(*at, strict=True), marker, color=COLOURS[strategy], label=strategy, **style)
-    front = sorted((row.time_ms, row.peak_mib) for row in rows if row.on_front)
-    line = {"where": "post", "color": "#969696", "lw": 1.5, "zorder": 1, "label": "Pareto front"}
-    axes.step(*zip(*front, strict=True), **line)
-    ring = {"ms": 20, "mfc": "none", "color": "black", "mew": 1.2, "label": "recommended", "zorder": 2}
-    for row in (row for row in rows if row.recommended):
-        axes.plot([row.time_ms], [row.peak_mib], "o", **ring)
-    axes.set_xlabel("ms (numbers: chunks)")
-    axes.set_ylabel("peak, MiB a rank")
-    peaks = [row.peak_mib or 0.0 for row in rows]
-    if max(peaks) > MOST_LINEAR * min(peaks):  # else powers of 2 are one tick or none
-        axes.set_yscale("log", base=2)
-        axes.yaxis.set_major_formatter("{x:g}")
-    axes.set_title(TITLES[result.facts["what"]], fontsize=10)
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(f"{result.about}; {result.facts['device']}", fontsize=10)
-    figure.legend(loc="outside lower center", ncols=8, frameon=False, fontsize=8, markerscale=0.6)
-    figure.draw_without_rendering()  # where the points are, is known only then
-    _label_points(axes, rows)
-    pictures.save(figure, path)
-    return True
-
-
-def _label_points(axes: Any, rows: Sequence[Row]) -> None:
-    """Chunk counts beside their points, each where it covers neither a point nor another label."""
-    scale = axes.figure.dpi / 72
-    at = [axes.transData.transform((row.time_ms, row.peak_mib)) / scale for row in rows]
-    radii = [10 if row.recommended or row.strategy == AUTO else 4 for row in rows]
-    taken = [(x - r, y - r, x + r, y + r) for r, (x, y) in zip(radii, at, strict=True)]
-    for row, (x, y) in zip(rows, at, strict=True):
-        width, height = 4.5 * len(text := str(row.num_chunks)) + 1, 7.0
-        places = {
-            (x + dx, y + dy, x + dx + width, y + dy + height): (dx, dy)
-            for reach in (5, 11, 18, 26, 35)
-            for far, up in ((reach, 4), (reach, -4), (-reach, 4), (-reach, -4), (2, reach), (2, -reach))
-            for dx, dy in [(far if far > 0 else far - width, up if up > 0 else up - height)]
-        }
-        free = [
-            a
-            for a in places
-            if all(a[0] >= b[2] or b[0] >= a[2] or a[1] >= b[3] or b[1] >= a[3] for b in taken)
-        ]
-        if row.num_chunks is not None:
-            taken.append(box := next(iter(free or places)))
-            beside = {"xytext": places[box], "textcoords": "offset points", "fontsize": 7}
-            axes.annotate(text, (row.time_ms, row.peak_mib), color=COLOURS[row.strategy], **beside)
 
 
 # --- the command -----------------------------------------------------------------------------------
@@ -527,12 +427,12 @@ def main(words: list[str]) -> int:
     except RuntimeError as error:
         if type(error).__name__ != "WrongResult":
             raise
-        print(f"sweep: {error}" if is_first else "", end="\n" * is_first, file=sys.stderr, flush=True)
+        if is_first:
+            print(f"sweep: {error}", file=sys.stderr)
         return 1
     if is_first:
-        written = write(result, given.out)
-        print(markdown(result))
-        print(f"written to {given.out}: {written}")
+        write(result, given.out)
+        print(f"{markdown(result)}\nwritten to {given.out}: sweep.json, sweep.md")
     return int(any(row.status not in (OK, OUT_OF_MEMORY) for row in result.rows))
 
 
