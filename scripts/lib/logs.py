@@ -12,11 +12,11 @@ Every column ends with a bar, so a line that was cut loses its last column and n
 from __future__ import annotations
 
 import json
-import os
 import re
 import statistics
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -308,21 +308,6 @@ def _lines_of(file: Path) -> Iterator[str]:
         raise UsageError(f"{file}: {error.strerror}") from None
 
 
-def _files_below(folder: Path) -> list[Path]:
-    """Regular files, in order. Raises UsageError for a folder too large to be a run's."""
-    found: list[Path] = []
-    num_entries = 0
-    for here, folders, names in os.walk(folder):
-        folders.sort()
-        num_entries += len(folders) + len(names)
-        if num_entries > MOST_ENTRIES:
-            raise UsageError(
-                f"{folder} holds more than {MOST_ENTRIES} files and folders: give the folder of one run"
-            )
-        found += filter(os.path.isfile, (Path(here, name) for name in sorted(names)))
-    return found
-
-
 def _launch_of(file: Path) -> Path:
     """The folder that a log's launch has to itself: torchrun's --log-dir, else the log's own."""
     parents = file.parents
@@ -332,15 +317,19 @@ def _launch_of(file: Path) -> Path:
 
 def _read_folder(folder: Path, name: str) -> Record:
     """Of the logs below it, which must be one launch's, or the restarts of one."""
-    files = _files_below(folder)
+    below = list(islice(folder.rglob("*"), MOST_ENTRIES + 1))
+    if len(below) > MOST_ENTRIES:
+        raise UsageError(
+            f"{folder} holds more than {MOST_ENTRIES} files and folders: give the folder of one run"
+        )
+    files = [file for file in sorted(below) if file.is_file()]
     logs = [file for file in files if file.suffix == ".log"]
     events = sorted({str(file.parent) for file in files if "tfevents" in file.name})
     if str(folder) in events:
         return read_tensorboard(name, folder)
-    if events and not logs:
-        raise UsageError(f"{folder} has no *.log files; event files are in {', '.join(events[:3])}")
     if not logs:
-        raise UsageError(f"{folder} has neither TensorBoard event files nor *.log files")
+        there = f"event files are in {', '.join(events[:3])}" if events else "nor TensorBoard event files"
+        raise UsageError(f"{folder} has no *.log files, {there}")
     record = Record(name)
     launches = list(dict.fromkeys(_launch_of(log) for log in logs if record.read(_lines_of(log))))
     if len(launches) > 1:
@@ -354,12 +343,10 @@ def read_run(path: Path, name: str) -> Record:
 
     Raises UsageError, in one line, where nothing is there or no training loss is in it.
     """
-    if not path.exists():
-        raise UsageError(f"no file or folder {path}")
     if path.is_dir():
         record = _read_folder(path, name)
     elif not path.is_file():
-        raise UsageError(f"{path} is neither a regular file nor a folder")
+        raise UsageError(f"no file or folder {path}")
     elif "tfevents" in path.name:
         record = read_tensorboard(name, path)
     else:

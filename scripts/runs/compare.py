@@ -11,23 +11,14 @@ The first run is the reference. Each is a log, a folder of logs or a TensorBoard
 means over the same iterations; a difference below the printed digits is none.
 
 One pair raises alarms and no more, since rounding drives two runs apart, too: by the largest relative
-difference of the first iterations (--first), and the mean one of the last 100. Bounds are fixed, or twice
-what the run of --against-noise, the same training in other rounding, differs from the reference by.
-
-Several seeds (--seeds, or RUNS/NAME-SEED with --paired) tell whether runs train the same. Each run is held
-against the reference's of its seed, the seeds together against what the runs of --against-noise differ by:
-
-    last 100, first    mean, root mean square of the differences: at most twice the noise's
-    blocks             root mean square over iterations up to 10, 20, 30, 50, 100, 200, ...: at most 3 times
-                       the noise's largest of this block, an earlier one or the next
-    validation         at most 1 %, or twice the noise's
-    skipped steps      at most twice as many
-
-Below three seeds, or three runs of noise, or where no line has the first iterations, it is INCONCLUSIVE.
-Other names in RUNS are shown beside. Always a difference: nan, inf, a norm of 0 or a curve in one run alone.
+difference of the first iterations (--first), and the mean one of the last 100. Several seeds (--seeds, or
+RUNS/NAME-SEED with --paired) tell whether runs train the same: each run is held against the reference's of
+its seed, by the same windows and by blocks that end at iteration 10, 20, 30, 50, 100, 200, ... Bounds are
+what the runs of --against-noise, the same training in other rounding, differ by: twice, of blocks three
+times (docs/tools.md). Always a difference: nan, inf, 0 or a curve in one run alone.
 
 Writes compare_loss.png and compare_loss.json to --out. Exit status: 0 the same, 1 different, 2 bad input,
-3 inconclusive.
+3 inconclusive: below three seeds, or three runs of noise, or no line has the first iterations.
 """
 
 from __future__ import annotations
@@ -324,6 +315,7 @@ class Judge:
 
 #: By name and seed; one pair's seed is 0.
 Runs = dict[str, dict[int, Record]]
+_NAME_SEED = re.compile(r"(.+)-(\d+)(?:\.log)?")
 
 
 @dataclass
@@ -338,7 +330,7 @@ class Comparison:
 
     @property
     def names(self) -> list[str]:
-        """The judged run's, the noise's, and others, the nearest to the bounds first."""
+        """The judged run's, the noise's, and others', the nearest to the bounds first."""
         first = [self.judge.judged, *self.judge.noise]
         others = {name for pairs in self.pairs.values() for name in pairs} - {*first}
         return [*first, *sorted(others, key=lambda name: (max(f.times(name) for f in self.figures), name))]
@@ -375,7 +367,8 @@ class Comparison:
         curves = dict.fromkeys(figure.curve for figure in self.figures if not math.isnan(figure.bound))
         end, seeds = max(run[-1].iteration for run in of.values()), ", ".join(map(str, of))
         by_seed = f"; seeds {seeds}" if self.judge.by_seed else ""
-        return f"looked at: {', '.join(curves)}; iterations {self.start} to {end}{by_seed}"
+        lines = f"on {min(map(len, of.values()))} lines or more{by_seed}"
+        return f"looked at: {', '.join(curves)}; iterations {self.start} to {end}, {lines}"
 
     def add(self, figure: Figure) -> None:
         judged, noise = self.judge.judged, [name for name in self.judge.noise if name in figure.values]
@@ -416,29 +409,20 @@ def compare(runs: Runs, judge: Judge, notes: Iterable[str] = ()) -> Comparison:
                 found.pairs.setdefault(curve, {}).setdefault(name, {})[seed] = those
         if run.kind == beside.kind == "log":  # TensorBoard does not tell
             skipped.setdefault(name, {})[seed] = len(at := _skips(beside, run))
-            if at and name == judge.judged:
-                found.notes.append(
-                    f"{run.name} skipped other steps at iteration {', '.join(map(str, at[:5]))}"
-                )
+            steps = ", ".join(map(str, at[:5]))
+            found.notes += [f"{run.name} skipped other steps: {steps}"] * (name == judge.judged and bool(at))
         if run.kind == beside.kind and name == judge.judged:  # the other kind has names of its own
-            found.problems += [
-                f"only {one.name} logs {curve}"
-                for one, other in ((beside, run), (run, beside))
-                for curve in one.curves
-                if curve not in other.curves and (judge.by_seed or " loss " not in curve)
-            ]
-    found.pairs = {
-        curve: found.pairs[curve]
-        for curve in sorted(found.pairs, key=lambda curve: (" loss " in curve, curve == GRAD_NORM))
-        if judge.judged in found.pairs[curve]
-    }
+            for curve in beside.curves.keys() ^ run.curves.keys():
+                if judge.by_seed or " loss " not in curve:
+                    one = beside if curve in beside.curves else run
+                    found.problems.append(f"only {one.name} logs {curve}")
+    order = sorted(found.pairs, key=lambda curve: (" loss " in curve, curve == GRAD_NORM))
+    found.pairs = {curve: found.pairs[curve] for curve in order if judge.judged in found.pairs[curve]}
     shared = found.main if found.pairs else {}
     without = [name for name in (judge.judged, *judge.noise) if name not in shared]
     if without and (judge.by_seed or judge.judged in without):
         why = f"no run NAME-SEED of {', '.join(without)} is beside {judge.reference} of the same seed"
-        raise UsageError(
-            "; ".join(["nothing to compare", *([why] if judge.by_seed else []), *found.notes[:3]])
-        )
+        raise UsageError("; ".join(["nothing to compare", *[why] * judge.by_seed, *found.notes[:3]]))
     of_judged = [pair for run in shared[judge.judged].values() for pair in run]
     if not any(math.isfinite(pair.reference) or math.isfinite(pair.other) for pair in of_judged):
         raise UsageError("nothing to compare: no loss is finite in either run")
@@ -449,13 +433,11 @@ def compare(runs: Runs, judge: Judge, notes: Iterable[str] = ()) -> Comparison:
         for figure in judge.figures(curve, of_curve, found.start, is_fp32):
             found.add(figure)
         missing = [p.iteration for run in of_curve[judge.judged].values() for p in run if math.isnan(p.gap)]
-        if missing:
-            found.notes.append(f"{curve} is nan in both runs on {len(missing)} lines, from {missing[0]} on")
-    if not judge.by_seed:
-        each = [f"{run.name} has {first} to {last}" for run in of_pair for first, last in [run.iterations()]]
-        ends = found.start, of_judged[-1].iteration
-        if len({run.iterations() for run in of_pair}) > 1:
-            found.notes.append(f"compared are iterations {ends[0]} to {ends[1]}: {', '.join(each)}")
+        for first in missing[:1]:
+            found.notes.append(f"{curve} is nan in both runs on {len(missing)} lines, from {first} on")
+    if not judge.by_seed and len({run.iterations() for run in of_pair}) > 1:
+        each = ", ".join("{} has {} to {}".format(run.name, *run.iterations()) for run in of_pair)
+        found.notes.append(f"compared are iterations {found.start} to {of_judged[-1].iteration}: {each}")
     if judge.judged in skipped:
         bound = judge.twice(0.0, skipped, otherwise=0.0)
         found.add(Figure("skipped steps", "lines", skipped, root_mean_square, bound))
@@ -470,16 +452,11 @@ def _nothing_shared(reference: Record, other: Record) -> str:
     return text
 
 
-def _skips(reference: Record, other: Record) -> list[int]:
+def _skips(*runs: Record) -> list[int]:
     """Lines in whose iterations the two skipped different numbers of steps."""
-    begin, end = (
-        choose(ends)
-        for choose, ends in zip(
-            (max, min), zip(reference.iterations(), other.iterations(), strict=True), strict=True
-        )
-    )
-    lines = sorted({*reference.skipped, *other.skipped})
-    return [n for n in lines if begin <= n <= end and reference.skipped.get(n, 0) != other.skipped.get(n, 0)]
+    (a, b), (c, d) = (run.iterations() for run in runs)
+    lines = sorted({line for run in runs for line in run.skipped if max(a, c) <= line <= min(b, d)})
+    return [line for line in lines if len({run.skipped.get(line, 0) for run in runs}) > 1]
 
 
 def series_of(folder: Path, judge: Judge) -> Comparison:
@@ -489,20 +466,19 @@ def series_of(folder: Path, judge: Judge) -> Comparison:
     """
     if len({judge.reference, judge.judged, *judge.noise}) != 2 + len(judge.noise):
         raise UsageError("a run is no noise of itself: give --against-noise other names, each once")
-    found, notes = list[tuple[str, int, Record]](), list[str]()
-    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        if match := re.fullmatch(r"(.+)-(\d+)(?:\.log)?", path.name):
-            try:
-                found.append((match[1], int(match[2]), read_run(path, path.name)))
-            except UsageError as error:
-                notes.append(f"left out: {error}")
-    last = max((run.iterations()[1] for *_, run in found), default=0)
-    runs: Runs = {judge.reference: {}}
-    for name, seed, run in found:
+    found, runs, notes = list[Record](), Runs({judge.reference: {}}), list[str]()
+    paths = sorted(folder.iterdir()) if folder.is_dir() else []
+    for path in (path for path in paths if _NAME_SEED.fullmatch(path.name)):
+        try:
+            found.append(read_run(path, path.name))
+        except UsageError as error:
+            notes.append(f"left out: {error}")
+    last = max((run.iterations()[1] for run in found), default=0)
+    for run in found:
         if (end := run.iterations()[1]) < last:
             notes.append(f"left out: {run.name} ends at iteration {end}")
-        else:
-            runs.setdefault(name, {})[seed] = run
+        elif match := _NAME_SEED.fullmatch(run.name):
+            runs.setdefault(match[1], {})[int(match[2])] = run
     return compare(runs, judge, notes)
 
 

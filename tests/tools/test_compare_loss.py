@@ -196,7 +196,7 @@ VERDICTS = {
         (trained(skipped=(1, 2)).log(), RUN.log(begin=3)), EXACTLY, 0, "!compared are"),
     "skips, 0.15": ((SKIPS.log(logs_first=False), SKIPS.log(logs_first=False)), EXACTLY, 0, "SAME"),
     "other skips": (
-        (SKIPS.log(), trained(skipped=(1, 2)).log()), "", 1, "b skipped other steps at iteration 20"),
+        (SKIPS.log(), trained(skipped=(1, 2)).log()), "", 1, "b skipped other steps: 20"),
     "other skips in the noise too": (
         (SKIPS.log(), trained(skipped=(1, 2)).log(), trained(skipped=(1, 2, 25)).log()), "", 0, "SAME"),
     "nan in one": (
@@ -630,7 +630,7 @@ def test_the_files_that_it_writes(tmp_path, monkeypatch):
         (["off.log", "nowhere.log"], "no file or folder"),
         (["off.log", "empty.log"], "has no iteration with a loss"),
         (["off.log", "noise.bin"], "has no iteration with a loss"),
-        (["off.log", "folder"], "neither TensorBoard event files nor *.log files"),
+        (["off.log", "folder"], "has no *.log files, nor TensorBoard event files"),
         (["off.log", "above"], "event files are in"),
         (["off.log", "runs"], "holds logs of several runs"),  # would read as a restart: SAME
         (["off.log", "many"], "more than 20 files and folders"),
