@@ -346,7 +346,7 @@ def read_run(path: Path, name: str) -> Record:
     if path.is_dir():
         record = _read_folder(path, name)
     elif not path.is_file():
-        raise UsageError(f"no file or folder {path}")
+        raise UsageError(f"{path}: no regular file or folder")
     elif "tfevents" in path.name:
         record = read_tensorboard(name, path)
     else:

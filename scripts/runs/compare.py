@@ -29,11 +29,12 @@ import re
 import sys
 import textwrap
 import time
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, cycle, pairwise
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean, median_low
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -146,8 +147,9 @@ def _mean_pair(*runs: list[Point]) -> Pair:
     return Pair(runs[0][0].first, runs[0][-1].last, reference, other, tolerance)
 
 
-def within(pairs: Sequence[Pair], first: int, last: int) -> list[Pair]:
-    return [pair for pair in pairs if first <= pair.iteration <= last]
+def within(pairs: list[Pair], first: int, last: int) -> list[Pair]:
+    at = itemgetter(1)
+    return pairs[bisect_left(pairs, first, key=at) : bisect_right(pairs, last, key=at)]
 
 
 def spacing(pairs: Sequence[Pair]) -> int:
@@ -175,7 +177,7 @@ def root_mean_square(values: Iterable[float]) -> float:
     return math.sqrt(mean(value * value for value in values))
 
 
-def distance(pairs: Sequence[Pair], first: int, last: int, is_norm: bool) -> float:
+def distance(pairs: list[Pair], first: int, last: int, is_norm: bool) -> float:
     return root_mean_square(p.log_ratio if is_norm else p.gap for p in within(pairs, first, last))
 
 
@@ -501,7 +503,7 @@ def report(found: Comparison, out: Path, source: Row, console: Console, caption:
             row: Row = {"shape": f"{figure.what}{how} {judge.reference}", "variant": name, "seeds": seeds}
             row |= {"differences": differences, "over_seeds": figure.over(name), "bound": figure.bound}
             row |= {"within": figure.is_within(name)}
-            if figure.part == f"last {LAST}" and judge.by_seed:
+            if judge.by_seed and re.match("last |first ", figure.part):
                 row["on_the_way"] = found.on_the_way(figure.curve, name)
             elif figure.part.startswith("all"):
                 row["curve"] = [p[1:4] for run in found.pairs[figure.curve][name].values() for p in run]
@@ -539,10 +541,8 @@ COLOURS = (
 def draw_pair(found: Comparison, path: Path) -> None:
     """The heads' losses over each other (those of routers have another scale), and all differences."""
     judge, curves = found.judge, [curve for curve in found.pairs if curve != GRAD_NORM]
-    figure, (above, below) = pictures.pyplot().subplots(
-        2, sharex=True, figsize=(8, 7.2), layout="constrained"
-    )
-    label = "nan or inf (below: reference)"
+    size, label = (8, 7.2), "nan or inf (below: reference)"
+    figure, (above, below) = pictures.pyplot().subplots(2, sharex=True, figsize=size, layout="constrained")
     for curve, (dark, light) in zip(curves, cycle(COLOURS), strict=False):
         pairs = found.pairs[curve][judge.judged][0]
         _differences(below, pairs, color=dark, lw=1, label=curve)
@@ -552,17 +552,14 @@ def draw_pair(found: Comparison, path: Path) -> None:
             values = {pair.iteration: getattr(pair, who) for pair in pairs}
             if " loss" in curve or len(curves) == 1:
                 above.plot([*values], [*values.values()], marker=few, **style)
-                if missing := [
-                    at for at, value in values.items() if not math.isfinite(value)
-                ]:  # no line there
+                if missing := [at for at, value in values.items() if not math.isfinite(value)]:
                     cross = {"color": "#cb181d", "transform": above.get_xaxis_transform(), "clip_on": False}
                     above.plot(missing, [height] * len(missing), "x", label=label, **cross)
                     label = ""
     loss, of_loss = next(iter(found.pairs.items()))
     for name in (name for name in judge.noise if name in of_loss):
-        _differences(
-            below, of_loss[name][0], color="#737373", ls=":", lw=1.4, label=f"{loss} of the noise run"
-        )
+        label = f"{loss} of the noise run"
+        _differences(below, of_loss[name][0], color="#737373", ls=":", lw=1.4, label=label)
     for first in (f for f in found.figures if f.what == f"{loss}, first {judge.first}"):
         span = [of_loss[judge.judged][0][0].iteration, found.start + judge.first - 1]
         label = f"bound of {loss}'s first iterations"
@@ -586,13 +583,13 @@ def _differences(axes: Any, pairs: Sequence[Pair], **style: Any) -> None:
 
 def draw_series(content: dict[str, Any], path: Path) -> None:
     """Of a result that `report` wrote: the differences on the way, and each figure over its bound."""
-    if (plt := pictures.pyplot()) is None:
-        return
     of_figures: dict[str, dict[str, Row]] = {}
     for row in content["rows"]:
         what, _, reference = row["shape"].partition(", paired by seed with ")
         of_figures.setdefault(what, {})[row["variant"]] = row
     shown = {what: rows for what, rows in of_figures.items() if re.match("(?!mtp).*, (last|first) ", what)}
+    if (plt := pictures.pyplot()) is None or not shown:
+        return
     last, facts = next(iter(shown.values())), content["made_by"]
     figure, (left, *panels) = plt.subplots(
         1, 1 + len(shown), figsize=(5 + 2.2 * len(shown), 2.4 + 0.26 * len(last)), layout="constrained",
@@ -626,10 +623,9 @@ def draw_series(content: dict[str, Any], path: Path) -> None:
         axes.grid(alpha=0.25)
         axes.tick_params(labelsize=8)
     figure.suptitle(f"{facts['judged']} against {reference}, by seed: {facts['verdict']}", fontsize=10)
-    how = (
-        "Left: colours as the names' at the right; zeros are not drawn. Right: a dot a seed, without sign; a"
-    )
-    below = textwrap.fill(f"{how} bar over the seeds. {facts['caption']}", 150)
+    left_is = "Left: colours as the names' at the right; zeros are not drawn."
+    right_is = "Right: a dot a seed, without sign; a bar over the seeds."
+    below = textwrap.fill(f"{left_is} {right_is} {facts['caption']}", 150)
     figure.supxlabel(below, fontsize=7, color="#525252")
     pictures.save(figure, path)
 
@@ -671,7 +667,7 @@ def _given_runs(given: argparse.Namespace) -> dict[str, Path]:
         ends = ["/".join(part[-length:]) for part in parts]
         if len({*ends}) == len(ends):
             return dict(zip(ends, paths, strict=True))
-    return dict(zip("AB", paths, strict=False))
+    return dict(zip("ABC", paths, strict=False))
 
 
 def _launched_runs(given: argparse.Namespace, words: Sequence[str], console: Console) -> dict[str, Path]:
