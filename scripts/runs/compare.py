@@ -497,7 +497,8 @@ def report(found: Comparison, out: Path, source: Row, console: Console, caption:
         names = [name for name in found.names if name in figure.values]
         is_shown = not figure.is_block or not figure.is_within(judge.judged)
         if is_shown:
-            table.add_row(f"{figure.what}: bound", f"{figure.bound:.1e}", style="bold")
+            bound = f"bound {figure.bound:.1e}" if math.isfinite(figure.bound) else ""
+            table.add_row(figure.what, bound, style="bold")
         for name in names:
             seeds, differences = zip(*sorted(figure.values[name].items()), strict=True)
             row: Row = {"shape": f"{figure.what}{how} {judge.reference}", "variant": name, "seeds": seeds}

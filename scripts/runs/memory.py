@@ -3,16 +3,14 @@
     python -m megatron_fused_ce memory -- torchrun --nproc-per-node 8 pretrain_gpt.py ... --train-iters 5
     python -m megatron_fused_ce memory --draw build/memory_profile/memory_profile.json
 
-The command after ``--`` is launched twice, without the flag and with it; each launch ends after step --step,
+The command after -- is launched twice, without the flag and with it; each launch ends after step --step,
 whose allocations one rank records by torch's memory snapshots. They are told apart by their Python stacks.
-Bytes are those that were asked for: the allocator's own peak, which rounds them up, stands beside.
-
-Kernels are waited for one by one (CUDA_LAUNCH_BLOCKING=1, unless the environment has it), so that the
-picture's time is the device's, in per cent of the step: it does not tell how long a step takes in training.
+Bytes are those that were asked for: the allocator's own peak, which rounds them up, stands beside. Kernels
+are waited for one by one (CUDA_LAUNCH_BLOCKING=1, unless the environment has it), so that the picture's time
+is the device's, in per cent of the step: it does not tell how long a step takes in training.
 
 Writes memory_profile.json, memory_profile.png and, for torch's own viewer (https://pytorch.org/memory_viz),
-a snapshot file of each launch to --out. Those are pickles: open only your own. --draw needs no GPU. Exit
-status: 0 done, 2 bad input or no GPU.
+a snapshot of each launch to --out: a pickle, open only your own. Exit status: 0 done, 2 bad input or no GPU.
 """
 
 from __future__ import annotations
@@ -59,9 +57,12 @@ _RULES = tuple(
     (category, re.compile(file), re.compile(function))
     for category, file, function in (
         # The adapter and the launcher stand in the stacks of whole models.
-        (HEAD, r"megatron_fused_ce/(?!adapter/|scripts/|launch|autoload)", ".*"),
+        (
+            HEAD,
+            r"megatron_fused_ce/(?!adapter/|scripts/|launch|autoload)|transformer_engine/.*cross_entropy",
+            ".*",
+        ),
         (HEAD, r"megatron/core/(tensor_parallel/cross_entropy|fusions/fused_cross_entropy)\.py", ".*"),
-        (HEAD, r"transformer_engine/.*cross_entropy", ".*"),
         (HEAD, r"megatron/core/models/common/language_module/", r"compute_\w*loss"),
         (EMBEDDING, r"megatron/core/models/(gpt|mamba|hybrid)/\w+_model\.py", r"_preprocess"),
         (HEAD, r"megatron/core/models/(gpt|mamba|hybrid)/\w+_model\.py", r"_postprocess|forward"),
@@ -69,9 +70,9 @@ _RULES = tuple(
         (EMBEDDING, r"megatron/core/models/common/embeddings/", ".*"),
         (BUFFERS, r"megatron/core/distributed/", ".*"),
         (OPTIMIZER, r"megatron/core/optimizer/|(torch/optim|apex/optimizers|pytorch/optimizers)/", ".*"),
-        # Activations that are recomputed in the backward.
-        (LAYERS, r"megatron/core/tensor_parallel/random\.py", ".*"),
-        (LAYERS, r"megatron/core/(transformer|ssm|fusions|extensions)/|transformer_engine/", ".*"),
+        # The file random.py: activations that are recomputed in the backward.
+        (LAYERS, r"megatron/core/(tensor_parallel/random\.py|(transformer|ssm|fusions|extensions)/)", ".*"),
+        (LAYERS, r"transformer_engine/", ".*"),
     )
 )
 _BUILDS_MODEL = re.compile(r"get_model|build_model|model_provider|\w+_builder")
@@ -171,12 +172,9 @@ def timeline_of(
 ) -> Timeline:  # fmt: skip
     """From torch's snapshots at a step's begin and end; ``after`` has the step's trace.
 
-    ``num_logits``: elements of the whole logits on this rank. What autograd's own operators allocate has no
-    stack; while the head holds logits, their gradient's cast or copy is known by its bytes, which are
-    those of so many bf16 or fp32 numbers.
-
-    A tensor's bytes go where it is freed (``free_requested``), as in the allocator's own
-    ``allocated_bytes``; the block may wait longer for other streams.
+    What autograd's own operators allocate has no stack; while the head holds logits, ``num_logits`` on this
+    rank, their gradient's cast or copy is known by its bytes, those of so many bf16 or fp32 numbers. A tensor
+    is freed at ``free_requested``, as in the allocator's own figures; its block may wait for other streams.
     """
     trace, timeline = after["device_traces"][device], Timeline(name)
     stacks = [entry.get("frames", ()) for entry in trace if entry["action"] == "alloc"]
@@ -215,11 +213,7 @@ def timeline_of(
 
 
 class Recording:
-    """Memory history of the current GPU: from construction on of who holds what, of a step by event.
-
-    Its snapshot becomes a `Timeline` in the same process: torch's snapshot files are pickles, which nothing
-    here ever reads.
-    """
+    """Memory history of the current GPU: from construction on of who holds what, of a step by event."""
 
     def __init__(self) -> None:
         import torch
@@ -244,7 +238,7 @@ class Recording:
         self.marks.append((now_us() - self._begin_us, what))
 
     def end(self, name: str, num_logits: int) -> tuple[Timeline, dict[str, Any]]:
-        """The step is over: its timeline (`timeline_of`), and torch's snapshot. Waits for the device."""
+        """The step is over: its timeline, and torch's snapshot, a pickle that nothing here reads."""
         self._cuda.synchronize()
         peak, snapshot = self._cuda.max_memory_allocated(), self._memory._snapshot()
         self._memory._record_memory_history(None)
