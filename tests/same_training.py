@@ -238,11 +238,11 @@ def main(words: list[str]) -> int:
     source["launches"] = launch_all(options, options.runs or all_runs(options.device), more)
     trained = {run.rpartition("-")[0] for run, came in source["launches"].items() if came.startswith("ok")}
     noise = [name for name in STOCK if name in trained and name != REFERENCE]
-    found = compare.series_of(options.out, REFERENCE, "flag", noise)
-    compare.report_series(found, options.out, source, Console(highlight=False, width=110), CAPTION)
+    found = compare.series_of(options.out, compare.Judge(REFERENCE, "flag", noise, by_seed=True))
+    status = compare.report(found, options.out, source, Console(highlight=False, width=110), CAPTION)
     for name in (name for name in found.names if name.startswith("planted")):
         print(f"{name}: {'; '.join(figure.what for figure in found.outside(name)) or 'not seen'}")
-    return compare.STATUS[found.verdict]
+    return status
 
 
 if __name__ == "__main__":

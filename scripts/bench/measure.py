@@ -161,8 +161,11 @@ def check(outcomes: Sequence[Outcome], problem: Problem, world: World) -> dict[s
         own = dict(zip(exact, found, strict=True))
         eager |= {name: max(error, eager.get(name, 0.0)) for name, error in own.items()}
         for outcome in same:
+            began = time.monotonic()
             errors = attempt(partial(errors_of, outcome.case, problem, exact), outcome, world)
             problem.reset()
+            took = f"checked in {time.monotonic() - began:.1f} s"
+            say(world, f"{outcome.case.name}: {outcome.reason or took}")
             if errors is None:
                 continue
             outcome.errors = dict(zip(errors, world.slowest(list(errors.values())), strict=True))

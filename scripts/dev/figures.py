@@ -28,13 +28,11 @@ MEMORY = {
 
 def draw_results() -> None:
     """The pictures of docs/images that committed results hold the figures of."""
-    from megatron_fused_ce.scripts.runs import compare, memory, snapshots, sweep_report
+    from megatron_fused_ce.scripts.runs import compare, memory
 
     folder, images = REPOSITORY / RESULTS, REPOSITORY / "docs" / "images"
-    sweep = sweep_report.read(folder / "2026-11-21-h200-sweep-front-tp1.json")
-    sweep_report.draw(sweep, images / "sweep-front-h200-tp1.png")
     for name, result in MEMORY.items():
-        memory.draw(snapshots.read(folder / result), images / name)
+        memory.draw(memory.read(folder / result), images / name)
     paired = results.read(folder / "2026-11-26-h100-80gb-hbm3-paired.json")
     compare.draw_series(paired, images / "same-training.png")
 

@@ -18,7 +18,7 @@ MCORE_ASIDE=0.19.2 # the newest megatron-core; asks for Python 3.12, its core im
 MODELOPT_ASIDE=0.47.0 # requirements/modelopt.txt: beside megatron-core, for one file of tests
 VENV=.venv
 
-say() { echo "setup: $*"; }
+say() { echo "setup: $* (${SECONDS} s)"; }
 die() {
     echo "setup: $*" >&2
     exit 1
@@ -84,6 +84,7 @@ if [ -z "$present_torch" ]; then
             grep -v "^WARNING" $VENV/pip.log | tail -n 5 >&2
             die "could not install $wanted: connect this machine to a package index, or use a Python that has torch already"
         fi
+        say "installed $wanted"
     done
 else
     say "using torch $present_torch and what else $PYTHON already has"
@@ -133,6 +134,7 @@ put_aside() {
     shift 3
     if [ -d "$folder/$module" ] || pip_install --retries 1 --timeout 15 --no-deps --ignore-requires-python \
         --only-binary=:all: --target "$folder" "$@"; then
+        say "installed $package"
         return
     fi
     rm -rf "$folder"

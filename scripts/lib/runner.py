@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron_fused_ce.scripts.runs.snapshots import Recording
+    from megatron_fused_ce.scripts.runs.memory import Recording
 
 FLAG = "--fused-chunked-ce"
 #: Number of values of each option.
@@ -97,13 +97,13 @@ class StepWatch:
 
     def _write(self, recording: Recording) -> None:
         from megatron_fused_ce.scripts.lib.results import write_whole
-        from megatron_fused_ce.scripts.runs import snapshots
+        from megatron_fused_ce.scripts.runs import memory
 
         timeline, snapshot = recording.end("", num_logits(self._get_args()))
         timeline.marks = in_phases(timeline.marks)
         timeline.facts["waits_for_kernels"] = os.environ.get("CUDA_LAUNCH_BLOCKING") == "1"
         write_whole(self._folder / SNAPSHOT, pickle.dumps(snapshot))
-        snapshots.write([timeline], self._folder / TIMELINE, ["memory"])
+        memory.write([timeline], self._folder / TIMELINE, ["memory"])
 
 
 def num_logits(args: Any) -> int:
@@ -126,7 +126,7 @@ def _leave_together() -> None:
 
 
 def _watch_memory(folder: str, step: str, wanted: str) -> None:
-    from megatron_fused_ce.scripts.runs.snapshots import Recording
+    from megatron_fused_ce.scripts.runs.memory import Recording
 
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     mine = int(os.environ.get("RANK", "0")) == int(wanted) % num_ranks

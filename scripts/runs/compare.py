@@ -7,36 +7,18 @@
     python -m megatron_fused_ce compare --paired RUNS unfused flag --against-noise native te
 
 The first run is the reference. Each is a log, a folder of logs or a TensorBoard folder, in any mix. With
-``--launch`` the command after ``--`` is run as it is and with ``--fused-chunked-ce``, logs kept in --out.
+--launch the command after -- is run as it is and with --fused-chunked-ce, logs kept in --out. Compared are
+means over the same iterations; a difference below the printed digits is none.
 
-A line of a log is a mean over the iterations since the last one, TensorBoard has every iteration: what
-is compared are means over the same iterations. Losses are judged by their largest relative difference,
-gradient norms by their ratio, over the first --first iterations, against
-
-    --against-noise RUN   twice what RUN, another run of the reference with other rounding (such as
-                          Megatron's native fused loss), differs from the reference by; or
-    fixed bounds          as far as runs that are the same stood apart in this project's own launches,
-                          in bf16 or in fp32, with some room (docs/tools.md).
-
-A loss that is off by 1 % on average over the last 100 (twice the noise, if that is more) is one too. One
-pair can raise an alarm and no more: rounding drives two runs apart, too. Whether they train the same,
-runs of several seeds tell (--seeds, or folders RUNS/NAME-SEED with --paired). Each is held against the
-reference's of its seed, by
-
-    the last 100     the mean difference of the loss, and over the seeds the mean of these
-    the first        the root mean square of the loss's differences over the --first iterations, where an
-                     error shows before rounding has driven the runs apart; so for the gradient norm
-
-and losses of multi-token prediction by both. Over the seeds it is at most twice the root mean square of what
-the runs of --against-noise differ by, and no run of one seed more than ten times. Below three seeds, or three
-of those, or where logs have no lines of the first iterations, the verdict is INCONCLUSIVE. Other names in
-RUNS are shown beside.
-
-A difference that the printed digits cannot tell is none. nan in one run alone, a step skipped by one alone,
-or a training loss that one alone logs, is a difference.
+One pair raises alarms and no more, since rounding drives two runs apart, too: by the largest relative
+difference of the first iterations (--first), and the mean one of the last 100. Several seeds (--seeds, or
+RUNS/NAME-SEED with --paired) tell whether runs train the same: each run is held against the reference's of
+its seed, by the same windows and by blocks that end at iteration 10, 20, 30, 50, 100, 200, ... Bounds are
+what the runs of --against-noise, the same training in other rounding, differ by: twice, of blocks three
+times (docs/tools.md). Always a difference: nan, inf, 0 or a curve in one run alone.
 
 Writes compare_loss.png and compare_loss.json to --out. Exit status: 0 the same, 1 different, 2 bad input,
-3 inconclusive.
+3 inconclusive: below three seeds, or three runs of noise, or no line has the first iterations.
 """
 
 from __future__ import annotations
@@ -44,61 +26,53 @@ from __future__ import annotations
 import argparse
 import math
 import re
-import statistics
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+import time
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import cycle
+from itertools import chain, cycle, pairwise
+from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from statistics import fmean, median_low
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_fused_ce.cli.command_line import (
-    NO_LIMIT,
-    Parser,
-    UsageError,
-    command,
-    number,
-    seconds,
-    whole,
-    writable_folder,
-)
-from megatron_fused_ce.scripts.lib import pictures, results, tables
+from megatron_fused_ce.cli import command_line as cli
+from megatron_fused_ce.cli.command_line import UsageError
+from megatron_fused_ce.scripts.lib import losses, pictures, results, tables
 from megatron_fused_ce.scripts.lib.launches import LOSS_FUSION, Command, launch, split_command
 from megatron_fused_ce.scripts.lib.logs import GRAD_NORM, Point, Record, read_run
-from megatron_fused_ce.scripts.lib.losses import (
-    FP32_GRAD_NORM_BOUND,
-    FP32_LOSS_BOUND,
-    GRAD_NORM_BOUND,
-    GRAD_NORM_RESOLUTION,
-    LOSS_BOUND,
-    LOSS_RESOLUTION,
-    YARDSTICK_FACTOR,
-    relative_difference,
-)
 from megatron_fused_ce.scripts.lib.results import Row
 
 if TYPE_CHECKING:  # --help does without rich
     from rich.console import Console
     from rich.status import Status
-    from rich.table import Table
 
 #: Iterations, at the end of runs, over which a difference is averaged.
 LAST = 100
-#: Mean relative difference over these that raises an alarm in one pair.
+#: Relative difference over these, or of a validation, that is allowed without noise.
 DRIFT = 0.01
 FEWEST_SEEDS = 3
-#: So many times what the mean over the seeds may differ by, the runs of one seed may.
+#: So many times what the seeds together may differ by, one of them may.
 ONE_SEED = 5
+#: So many times what the noise does in a block, a run may differ by.
+IN_BLOCK = 3
+#: Last iterations of what is drawn; of blocks from 10 on.
+ENDS = [digit * 10**power for power in range(10) for digit in (1, 2, 3, 5)]
+#: Of one pair's first iterations, in bf16 and in fp32; first of losses, then of gradient norms.
+FIXED = (
+    (losses.LOSS_BOUND, losses.FP32_LOSS_BOUND),
+    (losses.GRAD_NORM_BOUND, losses.FP32_GRAD_NORM_BOUND),
+)
 STATUS = {"SAME": 0, "DIFFERENT": 1, "INCONCLUSIVE": 3}
 
 
 # --- points that can be compared ---------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """Means of both runs over the same iterations: ``first`` (None: not known) to ``iteration``."""
 
     first: int | None
@@ -109,509 +83,515 @@ class Pair:
 
     @property
     def difference(self) -> float:
-        """Relative; inf where one alone is finite."""
-        return relative_difference(self.other, self.reference, self.tolerance)
+        """Relative; inf where one alone is finite, or 0."""
+        found = losses.relative_difference(self.other, self.reference, self.tolerance)
+        return math.inf if found and not (self.other and self.reference) else found
+
+    @property
+    def drift(self) -> float:
+        """Relative, with its sign; nan where one is not finite."""
+        gap = self.other - self.reference
+        return gap / abs(self.reference) if self.reference and math.isfinite(gap) else math.nan
 
     @property
     def gap(self) -> float:
-        """Other less reference; 0 where neither is finite."""
-        neither = not (math.isfinite(self.other) or math.isfinite(self.reference))
-        return 0.0 if neither else self.other - self.reference
+        """Other less reference; inf where one alone is finite, nan where neither is."""
+        how_many = math.isfinite(self.other) + math.isfinite(self.reference)
+        return (math.nan, math.inf, self.other - self.reference)[how_many]
+
+    @property
+    def log_ratio(self) -> float:
+        """Of norms; inf where the difference is."""
+        found = self.difference
+        return math.log(self.other / self.reference) if 0 < found < math.inf else found
 
 
-def paired(reference: Sequence[Point], other: Sequence[Point], *, alike: bool) -> list[Pair]:
-    """In order. ``alike``: points whose first iteration is not known average alike in both."""
-    pairs = [_mean_pair(a, b) for a, b in _same_iterations(reference, other)]
-    if alike:
-        unknown = {point.last: point for point in other if point.first is None}
-        for point in reference:
-            if point.first is None and point.last in unknown:
-                pairs.append(_mean_pair([point], [unknown[point.last]]))
+#: Of a curve, by name and seed; and a number of each run.
+Pairs = dict[str, dict[int, list[Pair]]]
+Values = dict[str, dict[int, float]]
+
+
+def pairs_of(reference: Record, other: Record, curve: str) -> list[Pair]:
+    """Means over the same iterations, in order: of the fewest points of both that cover them without a gap.
+
+    Points whose first iteration is not known average alike in runs of one version.
+    """
+    runs = [run.curves.get(curve, []) for run in (reference, other)]
+    edges = [{end for p in run if p.first is not None for end in (p.first - 1, p.last)} for run in runs]
+    cuts = sorted(edges[0] & edges[1])
+    known: list[dict[int, list[Point]]] = [{}, {}]
+    unknown: list[dict[int, Point]] = [{}, {}]
+    for run, groups, single in zip(runs, known, unknown, strict=True):
+        for point in run:
+            if point.first is None:
+                single[point.last] = point
+            else:
+                groups.setdefault(bisect_left(cuts, point.last), []).append(point)
+    pairs = []
+    for at in range(1, len(cuts)):
+        both = [groups.get(at, []) for groups in known]
+        if all(sum(point.length for point in group) == cuts[at] - cuts[at - 1] for group in both):
+            pairs.append(_mean_pair(*both))
+    if (reference.kind, reference.fine_stamps) == (other.kind, other.fine_stamps):
+        pairs += [_mean_pair([p], [unknown[1][last]]) for last, p in unknown[0].items() if last in unknown[1]]
     return sorted(pairs, key=lambda pair: pair.iteration)
 
 
-def _same_iterations(
-    reference: Sequence[Point], other: Sequence[Point]
-) -> Iterator[tuple[list[Point], list[Point]]]:
-    """The shortest rows of points, of both, that cover the same iterations without a gap."""
-    queues = [[p for p in points if p.first is not None][::-1] for points in (reference, other)]
-    while all(queues):
-        groups = [[queues[0].pop()], [queues[1].pop()]]
-        while groups[0][0].first != groups[1][0].first or groups[0][-1].last != groups[1][-1].last:
-            starts = [group[0].first or 0 for group in groups]
-            ends = [group[-1].last for group in groups]
-            behind = starts.index(min(starts)) if starts[0] != starts[1] else ends.index(min(ends))
-            if not queues[behind]:
-                return
-            following = queues[behind].pop()
-            joins = starts[0] == starts[1] and following.first == ends[behind] + 1
-            groups[behind] = [*groups[behind], following] if joins else [following]
-        yield groups[0], groups[1]
-
-
-def _mean_pair(reference: Sequence[Point], other: Sequence[Point]) -> Pair:
+def _mean_pair(*runs: list[Point]) -> Pair:
     # 5.1 - 5.0 is a little more than 0.1.
-    tolerance = max(point.unit for point in (*reference, *other)) * (1 + 1e-6)
-    return Pair(reference[0].first, reference[-1].last, _mean(reference), _mean(other), tolerance)
+    tolerance = max(point.unit for point in chain(*runs)) * (1 + 1e-6)
+    reference, other = (
+        run[0].value if len(run) == 1 else sum(p.value * p.length for p in run) / sum(p.length for p in run)
+        for run in runs
+    )
+    return Pair(runs[0][0].first, runs[0][-1].last, reference, other, tolerance)
 
 
-def _mean(points: Sequence[Point]) -> float:
-    weights = [1 if p.first is None else p.last - p.first + 1 for p in points]
-    total = sum(p.value * weight for p, weight in zip(points, weights, strict=True))
-    return points[0].value if len(points) == 1 else total / sum(weights)
+def within(pairs: list[Pair], first: int, last: int) -> list[Pair]:
+    at = itemgetter(1)
+    return pairs[bisect_left(pairs, first, key=at) : bisect_right(pairs, last, key=at)]
+
+
+def spacing(pairs: Sequence[Pair]) -> int:
+    """Iterations from one to the next, mostly."""
+    return median_low([b.iteration - a.iteration for a, b in pairwise(pairs)] or [0])
+
+
+def start_of(pairs: Sequence[Pair]) -> int:
+    """The first iteration; where its line does not tell, as many are in it as lie before the next line."""
+    interval = pairs[1].iteration - pairs[0].iteration if len(pairs) > 1 else 1
+    return pairs[0].first or max(1, pairs[0].iteration - interval + 1)
+
+
+def largest(pairs: Sequence[Pair]) -> float:
+    return max((pair.difference for pair in pairs), default=math.nan)
+
+
+def mean(values: Iterable[float]) -> float:
+    """Of those that are no nan; nan of none."""
+    numbers = [value for value in values if not math.isnan(value)]
+    return fmean(numbers) if numbers else math.nan
+
+
+def root_mean_square(values: Iterable[float]) -> float:
+    return math.sqrt(mean(value * value for value in values))
+
+
+def distance(pairs: list[Pair], first: int, last: int, is_norm: bool) -> float:
+    return root_mean_square(p.log_ratio if is_norm else p.gap for p in within(pairs, first, last))
+
+
+def blocks(start: int, end: int, shortest: int = 10) -> list[tuple[int, int]]:
+    """First and last iteration of each."""
+    ends = [0, *(at for at in ENDS if at >= shortest)]
+    return [(start + a, min(start + b - 1, end)) for a, b in pairwise(ends) if start + a <= end]
+
+
+def of_each(pairs: Pairs, number: Callable[[list[Pair]], float]) -> Values:
+    """Of each run that has it: where it is no nan."""
+    numbers = {name: {seed: number(run) for seed, run in of.items()} for name, of in pairs.items()}
+    known = {n: {seed: x for seed, x in of.items() if not math.isnan(x)} for n, of in numbers.items()}
+    return {name: of for name, of in known.items() if of}
 
 
 # --- what is judged ----------------------------------------------------------------------------
 
 
 @dataclass
-class Curve:
-    """One figure of both runs, compared."""
+class Figure:
+    """A number of each run, over the seeds one of each name, and its bound."""
 
-    name: str
-    pairs: list[Pair]
-    last_first: int  # the last iteration that is one of the first
-    noise: list[Pair] = field(default_factory=list)  # the reference's and another run's of the same
-    bound: float = LOSS_BOUND
-
-    def first_of(self, pairs: Sequence[Pair]) -> list[Pair]:
-        return [pair for pair in pairs if pair.iteration <= self.last_first]
+    curve: str
+    part: str
+    values: Values
+    over_seeds: Callable[[Iterable[float]], float]
+    bound: float  # nan: not known, for there is no noise
 
     @property
-    def first_difference(self) -> float | None:
-        return largest(self.first_of(self.pairs))
+    def what(self) -> str:
+        return f"{self.curve}, {self.part}"
 
     @property
-    def worst(self) -> Pair:
-        """Of the largest difference."""
-        return max(self.pairs, key=lambda pair: pair.difference)
+    def is_block(self) -> bool:
+        return self.part.startswith("iterations ")
 
-    @property
-    def mean_difference(self) -> float:
-        """Of the last iterations; relative, with its sign."""
-        return mean_of_last(self.pairs, relative=True)
+    def over(self, name: str) -> float:
+        return self.over_seeds(self.values[name].values())
 
-    def problems(self) -> list[str]:
-        found, mean = [], self.mean_difference
-        allowed = max(DRIFT, YARDSTICK_FACTOR * abs(mean_of_last(self.noise, relative=True)))
-        if self.name != GRAD_NORM and abs(mean) > allowed:
-            found.append(f"{self.name} differs over the last {LAST} iterations: {mean:+.1%} on average")
-        if math.isinf(self.worst.difference):
-            at = f"at iteration {self.worst.iteration}: in one run alone it is not finite"
-            found.append(f"{self.name} differs {at}")
-        elif (first := self.first_difference) is not None and not first <= self.bound:
-            by = f"by iteration {self.last_first}: {first:.1e}, bound {self.bound:.1e}"
-            found.append(f"{self.name} differs {by}")
-        return found
+    def times(self, name: str) -> float:
+        """Its size over the bound."""
+        size = abs(self.over(name)) if name in self.values else 0.0
+        return size / self.bound if self.bound else math.inf if size else 0.0
 
-
-def mean_of_last(pairs: Sequence[Pair], *, relative: bool = False) -> float:
-    """Mean difference, with its sign, over the pairs of the last LAST iterations; nan where none is finite.
-
-    ``relative``: to the reference, and only of pairs that are finite.
-    """
-    last = [pair for pair in pairs if pair.iteration > pairs[-1].iteration - LAST]
-    if not relative:
-        return statistics.fmean(pair.other - pair.reference for pair in last) if last else math.nan
-    parts = [(p.other - p.reference) / abs(p.reference) for p in last if p.reference]
-    parts = [part for part in parts if math.isfinite(part)]
-    return statistics.fmean(parts) if parts else math.nan
-
-
-def largest(pairs: Sequence[Pair]) -> float | None:
-    return max((pair.difference for pair in pairs), default=None)
-
-
-@dataclass
-class Comparison:
-    reference: Record
-    other: Record
-    noise: Record | None
-    curves: list[Curve]
-    problems: list[str]
-    notes: list[str]
-
-    @property
-    def verdict(self) -> str:
-        return "DIFFERENT" if self.problems else "SAME"
+    def is_within(self, name: str) -> bool:
+        """Without a bound: whether it is finite."""
+        sizes = [abs(self.over(name)), *(abs(value) / ONE_SEED for value in self.values[name].values())]
+        return all(math.isfinite(size) and not size > self.bound for size in sizes)
 
 
 @dataclass(frozen=True)
 class Judge:
-    """What the command line says about bounds; None: the fixed one that fits."""
+    """Whom to judge by whom, by their names, and the bounds that are given (None: those that fit)."""
 
+    reference: str
+    judged: str
+    noise: Sequence[str] = ()
+    by_seed: bool = False
     first: int = 10
     first_bound: float | None = None
     first_grad_norm_bound: float | None = None
 
-    def bound(self, name: str, precisions: set[str], noise: float | None) -> float:
-        """Of a curve's first iterations; ``noise``: the largest difference of two runs that are the same.
+    def of_noise(self, values: Values) -> float:
+        every = (size for name in self.noise for size in values.get(name, {}).values())
+        return root_mean_square(filter(math.isfinite, every))
 
-        A gradient norm's noise only widens its fixed bound: three digits behind the point, as logged, are
-        few, and its noise jumps more than the losses'.
+    def twice(self, least: float, *values: Values, otherwise: float = math.nan) -> float:
+        """The largest noise of these, or ``least`` if that is more; ``otherwise`` where there is none."""
+        sizes = [losses.YARDSTICK_FACTOR * self.of_noise(of) for of in values]
+        known = [size for size in sizes if not math.isnan(size)]
+        return max(least, *known) if known else otherwise
+
+    def figures(self, curve: str, pairs: Pairs, start: int, is_fp32: bool) -> Iterator[Figure]:
+        """Of one pair relative differences, of seeds differences; gradient norms have no last iterations.
+
+        One pair's noise only widens a gradient norm's fixed bound: three digits behind the point, as logged,
+        are few, and its noise jumps more than the losses'.
         """
-        is_loss, is_fp32 = name != GRAD_NORM, precisions == {"float32"}
-        given = self.first_bound if is_loss else self.first_grad_norm_bound
-        if given is not None:
-            return given
-        usual, exact = (LOSS_BOUND, FP32_LOSS_BOUND) if is_loss else (GRAD_NORM_BOUND, FP32_GRAD_NORM_BOUND)
-        usual = exact if is_fp32 else usual
-        least = LOSS_RESOLUTION if is_loss else usual
-        return usual if noise is None else max(YARDSTICK_FACTOR * noise, least)
+        is_norm, mine = curve == GRAD_NORM, [*chain(*pairs[self.judged].values())]
+        begin, end = min(pair.iteration for pair in mine), max(pair.iteration for pair in mine)
+        worst, every = max(mine, key=lambda pair: pair.difference), of_each(pairs, largest)
+        at = f"all (largest at iteration {worst.iteration})" if worst.difference else "all"
+        is_all = self.by_seed and " loss " in curve  # a validation
+        bound = self.twice(DRIFT, every, otherwise=DRIFT) if is_all else math.inf
+        yield Figure(curve, at, every, max, bound)
+        if is_all:
+            return
+        runs = [run for name in (self.judged, *self.noise) for run in pairs.get(name, {}).values()]
+        known = [pair for pair in chain(*runs) if math.isfinite(pair.reference)]
+        resolution = losses.GRAD_NORM_RESOLUTION if is_norm else losses.LOSS_RESOLUTION
+        size = max((abs(pair.reference) for pair in known), default=0.0)
+        digits = max([resolution * size, *(pair.tolerance for pair in known)])
+        if not is_norm:
+            # Means of few seeds can be near 0 by chance; those of the iterations before seldom are, too.
+            last, before = (of_each(pairs, partial(self.late, end=at)) for at in (end, end - LAST))
+            least, otherwise = (digits, math.nan) if self.by_seed else (DRIFT, DRIFT)
+            bound = self.twice(least, last, before, otherwise=otherwise)
+            yield Figure(curve, f"last {LAST}", last, mean, bound)
+        first = of_each(pairs, partial(self.early, begin=begin, until=start + self.first - 1))
+        if not self.by_seed:
+            usual, given = FIXED[is_norm][is_fp32], (self.first_bound, self.first_grad_norm_bound)[is_norm]
+            bound = self.twice(usual if is_norm else losses.LOSS_RESOLUTION, first, otherwise=usual)
+            yield Figure(curve, f"first {self.first}", first, max, bound if given is None else given)
+            return
+        # A mean over more iterations is nearer to another than they are.
+        alike = len({*map(spacing, runs)}) == 1
+        bound = self.twice(digits, first) if alike else math.nan
+        yield Figure(curve, f"first {self.first}", first, root_mean_square, bound)
+        if is_norm:  # of ratios
+            ratios = [pair.tolerance / pair.reference for pair in known if pair.reference]
+            digits = max(resolution, median_low(ratios or [0.0]))
+        parts = blocks(start, end)
+        sizes = [of_each(pairs, partial(distance, first=a, last=b, is_norm=is_norm)) for a, b in parts]
+        for (a, b), of, bound in zip(parts, sizes, self.of_blocks(sizes, digits), strict=True):
+            bound = bound if alike else math.nan
+            yield Figure(curve, f"iterations {a} to {b}", of, root_mean_square, bound)
+
+    def of_blocks(self, sizes: Sequence[Values], digits: float) -> list[float]:
+        """Each block's bound: by the largest noise of this block, an earlier one or the next."""
+        noise = [self.of_noise(of) for of in sizes]
+        known = [[IN_BLOCK * size for size in noise[: at + 2] if size >= 0] for at in range(len(noise))]
+        return [max(digits, *near) if near else math.nan for near in known]
+
+    def late(self, run: list[Pair], end: int) -> float:
+        return mean(p.gap if self.by_seed else p.drift for p in within(run, end - LAST + 1, end))
+
+    def early(self, run: list[Pair], begin: int, until: int) -> float:
+        """nan where too few lines have these iterations."""
+        those = within(run, begin, until)
+        if not those or those[-1].iteration <= min(until, run[-1].iteration) - self.first / 2:
+            return math.nan
+        return root_mean_square(pair.gap for pair in those) if self.by_seed else largest(those)
 
 
-def compare(reference: Record, other: Record, noise: Record | None, judge: Judge = Judge()) -> Comparison:
-    """Raises UsageError where the runs have no loss of the same iterations."""
-    names = [name for name in reference.curves if name in other.curves]
-    pairs = {name: pairs_of(reference, other, name) for name in names}
-    pairs = {name: found for name, found in pairs.items() if found}
-    losses = [name for name in pairs if name in reference.training_losses]
-    if not losses:
-        raise UsageError(_nothing_shared(reference, other))
-    if not any(math.isfinite(one) for name in losses for p in pairs[name] for one in (p.reference, p.other)):
+# --- a comparison --------------------------------------------------------------------------------
+
+#: By name and seed; one pair's seed is 0.
+Runs = dict[str, dict[int, Record]]
+_NAME_SEED = re.compile(r"(.+)-(\d+)(?:\.log)?")
+
+
+@dataclass
+class Comparison:
+    judge: Judge
+    runs: Runs
+    notes: list[str]
+    pairs: dict[str, Pairs] = field(default_factory=dict)  # by curve; the first is the training's loss
+    start: int = 1  # the first iteration that is compared
+    problems: list[str] = field(default_factory=list)
+    figures: list[Figure] = field(default_factory=list)
+
+    @property
+    def names(self) -> list[str]:
+        """The judged run's, the noise's, and others', the nearest to the bounds first."""
+        first = [self.judge.judged, *self.judge.noise]
+        others = {name for pairs in self.pairs.values() for name in pairs} - {*first}
+        return [*first, *sorted(others, key=lambda name: (max(f.times(name) for f in self.figures), name))]
+
+    @property
+    def main(self) -> Pairs:
+        return next(iter(self.pairs.values()))
+
+    def on_the_way(self, curve: str, name: str) -> list[tuple[int, float]]:
+        """Last iteration of each block, from the first on, and the distance in it."""
+        runs = [*self.pairs[curve][name].values()]
+        of = blocks(self.start, max(run[-1].iteration for run in runs), 1)
+        sizes = [root_mean_square(distance(run, *block, False) for run in runs) for block in of]
+        return [(end, size) for (_, end), size in zip(of, sizes, strict=True) if not math.isnan(size)]
+
+    def outside(self, name: str) -> list[Figure]:
+        return [figure for figure in self.figures if name in figure.values and not figure.is_within(name)]
+
+    @property
+    def verdict(self) -> str:
+        seeds, *others = (len(self.main.get(name, {})) for name in (self.judge.judged, *self.judge.noise))
+        if self.judge.by_seed and min(seeds, sum(others)) < FEWEST_SEEDS:
+            return "INCONCLUSIVE"
+        if self.problems:
+            return "DIFFERENT"
+        # The last iterations alone miss most errors.
+        first = f"{next(iter(self.pairs))}, first"
+        told = any(figure.what.startswith(first) and figure.bound >= 0 for figure in self.figures)
+        return "SAME" if told or not self.judge.by_seed else "INCONCLUSIVE"
+
+    @property
+    def looked_at(self) -> str:
+        of = self.main[self.judge.judged]
+        curves = dict.fromkeys(figure.curve for figure in self.figures if not math.isnan(figure.bound))
+        end, seeds = max(run[-1].iteration for run in of.values()), ", ".join(map(str, of))
+        by_seed = f"; seeds {seeds}" if self.judge.by_seed else ""
+        lines = f"on {min(map(len, of.values()))} lines or more{by_seed}"
+        return f"looked at: {', '.join(curves)}; iterations {self.start} to {end}, {lines}"
+
+    def add(self, figure: Figure) -> None:
+        judged, noise = self.judge.judged, [name for name in self.judge.noise if name in figure.values]
+        if judged in figure.values:
+            self.figures.append(figure)
+            if not figure.is_within(judged):
+                by = f"{figure.over(judged):+.1e}, bound {figure.bound:.1e}"
+                self.problems.append(f"{figure.what} differs: {by}")
+            if math.isnan(figure.bound) and not figure.is_block:
+                why = "runs log other iterations" if noise else "no run of --against-noise has it"
+                self.notes.append(f"{figure.what}: not judged, since {why}")
+            elif self.judge.noise and not noise and figure.bound < math.inf:
+                self.notes.append(f"{figure.what}: a fixed bound, since no run of --against-noise has it")
+        elif not figure.is_block:
+            self.notes.append(f"{figure.what}: no line has these alone; --log-interval 1 would tell more")
+
+
+def compare(runs: Runs, judge: Judge, notes: Iterable[str] = ()) -> Comparison:
+    """Raises UsageError where a name has no run with the iterations of the reference's of its seed."""
+    found, skipped = Comparison(judge, runs, [*notes]), Values()
+    for name, seed, run in [(name, seed, run) for name, of in runs.items() for seed, run in of.items()]:
+        if run.restarts:
+            again = ", ".join(map(str, run.restarts[:5]))
+            found.notes.append(f"{run.name} was restarted at iteration {again}: the last start counts")
+        if run.num_repeated:
+            found.notes.append(f"{run.name} has {run.num_repeated} lines twice: the last of each counts")
+        beside = runs[judge.reference].get(seed)
+        if name == judge.reference or beside is None:
+            continue
+        curves = {curve: pairs_of(beside, run, curve) for curve in beside.curves if curve in run.curves}
+        main = next((loss for loss in beside.training_losses if curves.get(loss)), "")
+        if not main:
+            found.notes.append(_nothing_shared(beside, run))
+        for curve, pairs in curves.items() if main else ():
+            if judge.by_seed and curve not in (main, GRAD_NORM) and not re.match("mtp|.* loss ", curve):
+                continue
+            if those := [p for p in pairs if name not in judge.noise or math.isfinite(p.difference)]:
+                found.pairs.setdefault(curve, {}).setdefault(name, {})[seed] = those
+        if run.kind == beside.kind == "log":  # TensorBoard does not tell
+            skipped.setdefault(name, {})[seed] = len(at := _skips(beside, run))
+            steps = ", ".join(map(str, at[:5]))
+            found.notes += [f"{run.name} skipped other steps: {steps}"] * (name == judge.judged and bool(at))
+        if run.kind == beside.kind and name == judge.judged:  # the other kind has names of its own
+            for curve in beside.curves.keys() ^ run.curves.keys():
+                if judge.by_seed or " loss " not in curve:
+                    one = beside if curve in beside.curves else run
+                    found.problems.append(f"only {one.name} logs {curve}")
+    order = sorted(found.pairs, key=lambda curve: (" loss " in curve, curve == GRAD_NORM))
+    found.pairs = {curve: found.pairs[curve] for curve in order if judge.judged in found.pairs[curve]}
+    shared = found.main if found.pairs else {}
+    without = [name for name in (judge.judged, *judge.noise) if name not in shared]
+    if without and (judge.by_seed or judge.judged in without):
+        why = f"no run NAME-SEED of {', '.join(without)} is beside {judge.reference} of the same seed"
+        raise UsageError("; ".join(["nothing to compare", *[why] * judge.by_seed, *found.notes[:3]]))
+    of_judged = [pair for run in shared[judge.judged].values() for pair in run]
+    if not any(math.isfinite(pair.reference) or math.isfinite(pair.other) for pair in of_judged):
         raise UsageError("nothing to compare: no loss is finite in either run")
-    start = min(_first_iteration(reference.curves[name], pairs[name][0]) for name in losses)
-    last_first = start + judge.first - 1
-    found = Comparison(reference, other, noise, [], [], [])
-    for name, of_name in pairs.items():
-        curve = Curve(name, of_name, last_first)
-        if noise is not None:
-            found.notes += _add_noise(curve, reference, noise)
-        precisions = {reference.precision, other.precision}
-        curve.bound = judge.bound(name, precisions, largest(curve.first_of(curve.noise)))
-        found.curves.append(curve)
-        found.problems += curve.problems()
-    found.problems += _structure_problems(reference, other)
-    found.problems += _skip_problems(found, noise)
-    found.notes = _notes(found) + found.notes
+    found.start = min(start_of(run) for run in shared[judge.judged].values())
+    of_pair = [run for name in (judge.reference, judge.judged) for run in runs[name].values()]
+    is_fp32 = {run.precision for run in of_pair} == {"float32"}
+    for curve, of_curve in found.pairs.items():
+        for figure in judge.figures(curve, of_curve, found.start, is_fp32):
+            found.add(figure)
+        missing = [p.iteration for run in of_curve[judge.judged].values() for p in run if math.isnan(p.gap)]
+        for first in missing[:1]:
+            found.notes.append(f"{curve} is nan in both runs on {len(missing)} lines, from {first} on")
+    if not judge.by_seed and len({run.iterations() for run in of_pair}) > 1:
+        each = ", ".join("{} has {} to {}".format(run.name, *run.iterations()) for run in of_pair)
+        found.notes.append(f"compared are iterations {found.start} to {of_judged[-1].iteration}: {each}")
+    if judge.judged in skipped:
+        bound = judge.twice(0.0, skipped, otherwise=0.0)
+        found.add(Figure("skipped steps", "lines", skipped, root_mean_square, bound))
     return found
-
-
-def pairs_of(reference: Record, other: Record, name: str) -> list[Pair]:
-    alike = reference.kind == other.kind and reference.fine_stamps == other.fine_stamps
-    return paired(reference.curves[name], other.curves[name], alike=alike)
-
-
-def _first_iteration(curve: Sequence[Point], pair: Pair) -> int:
-    """That ``pair`` covers; where its line does not tell, as many as lie before the next line."""
-    if pair.first is not None:
-        return pair.first
-    at = next(i for i, point in enumerate(curve) if point.last == pair.iteration)
-    interval = curve[at + 1].last - pair.iteration if at + 1 < len(curve) else 1
-    return max(1, pair.iteration - interval + 1)
 
 
 def _nothing_shared(reference: Record, other: Record) -> str:
     ranges = [f"{run.name} {run.iterations()[0]} to {run.iterations()[1]}" for run in (reference, other)]
-    text = f"nothing to compare: the runs have no loss over the same iterations ({', '.join(ranges)})"
+    text = f"the runs have no loss over the same iterations ({', '.join(ranges)})"
     if reference.kind != other.kind:
         text += "; beside a log, TensorBoard needs every iteration: --tensorboard-log-interval 1"
     return text
 
 
-def _add_noise(curve: Curve, reference: Record, noise: Record) -> list[str]:
-    """What the noise differs from the reference by where it covers the curve; notes about the rest."""
-    shared = pairs_of(reference, noise, curve.name) if curve.name in noise.curves else []
-    begin, end = curve.pairs[0].iteration, curve.pairs[-1].iteration
-    shared = [pair for pair in shared if begin <= pair.iteration <= end]
-    curve.noise = [pair for pair in shared if math.isfinite(pair.difference)]
-    missing = f"{noise.name} has no {curve.name} of these iterations: fixed bounds hold for it"
-    return [] if curve.noise else [missing]
-
-
-def _structure_problems(reference: Record, other: Record) -> list[str]:
-    """Losses that one run alone logs. A log and TensorBoard may name them differently."""
-    if reference.kind != other.kind:
-        return []
-    only = [(reference, other), (other, reference)]
-    return [
-        f"only {one.name} logs {name}"
-        for one, another in only
-        for name in one.training_losses
-        if name not in another.curves
-    ]
-
-
-def _skips(reference: Record, other: Record, until: int) -> list[int]:
+def _skips(*runs: Record) -> list[int]:
     """Lines in whose iterations the two skipped different numbers of steps."""
-    begin = max(reference.iterations()[0], other.iterations()[0])
-    return [
-        last
-        for last in sorted({*reference.skipped, *other.skipped})
-        if begin <= last <= until and reference.skipped.get(last, 0) != other.skipped.get(last, 0)
-    ]
+    (a, b), (c, d) = (run.iterations() for run in runs)
+    lines = sorted({line for run in runs for line in run.skipped if max(a, c) <= line <= min(b, d)})
+    return [line for line in lines if len({run.skipped.get(line, 0) for run in runs}) > 1]
 
 
-def _skip_problems(found: Comparison, noise: Record | None) -> list[str]:
-    """TensorBoard does not tell which steps were skipped."""
-    until = max(pair.iteration for curve in found.curves for pair in curve.pairs)
-    if "TensorBoard" in (found.reference.kind, found.other.kind):
-        return []
-    lines = _skips(found.reference, found.other, until)
-    allowed = 0.0
-    if noise is not None and noise.kind == "log":
-        allowed = YARDSTICK_FACTOR * len(_skips(found.reference, noise, until))
-    if len(lines) <= allowed:
-        return []
-    return [f"skipped steps differ at iteration {', '.join(map(str, lines[:5]))}"]
+def series_of(folder: Path, judge: Judge) -> Comparison:
+    """Of the runs FOLDER/NAME-SEED that reach the last iteration.
 
-
-def _notes(found: Comparison) -> list[str]:
-    """What a reader of the verdict must know."""
-    notes = []
-    for run in filter(None, (found.reference, found.other, found.noise)):
-        if run.restarts:
-            again = ", ".join(map(str, run.restarts[:5]))
-            notes.append(f"{run.name} was restarted at iteration {again}: the last start counts")
-        if run.num_repeated:
-            notes.append(f"{run.name} has {run.num_repeated} lines twice: the last of each counts")
-    ranges = [run.iterations() for run in (found.reference, found.other)]
-    judged = sorted({pair.iteration for curve in found.curves for pair in curve.pairs})
-    if ranges[0] != ranges[1]:
-        each = ", ".join(
-            f"{run.name} has {first} to {last}"
-            for run, (first, last) in zip((found.reference, found.other), ranges, strict=True)
-        )
-        notes.append(f"compared are iterations {judged[0]} to {judged[-1]}: {each}")
-    losses = [curve for curve in found.curves if curve.name != GRAD_NORM]
-    if all(curve.first_difference is None for curve in losses):
-        notes.append(
-            f"no line covers the first iterations alone (until {losses[0].last_first}): judged is "
-            "the mean of the last alone; --log-interval 1 would tell more"
-        )
-    for curve in found.curves:
-        both = [p.iteration for p in curve.pairs if math.isnan(p.reference) and math.isnan(p.other)]
-        if both:
-            notes.append(f"{curve.name} is nan in both runs on {len(both)} lines, from {both[0]} on")
-    return notes
-
-
-# --- runs of several seeds ---------------------------------------------------------------------
-
-
-@dataclass
-class Judged:
-    """One figure of each run that is paired, by name and seed, and how large it may be.
-
-    ``first``: the root mean square of the differences over the first iterations, otherwise their mean over
-    the last; over the seeds by the same rule.
+    Raises UsageError where one of the names has none that can be paired, or is given twice.
     """
-
-    what: str
-    first: bool
-    values: dict[str, dict[int, float]]
-    noise: Sequence[str]  # names of runs that are the same as the reference
-    least: float  # what the printed digits tell apart
-
-    def of(self, name: str) -> list[float]:
-        return [value for _, value in sorted(self.values.get(name, {}).items())]
-
-    def over_seeds(self, name: str) -> float:
-        return root_mean_square(self.of(name)) if self.first else statistics.fmean(self.of(name))
-
-    @property
-    def spread(self) -> float:
-        """Root mean square of what runs that are the same differ by, where that is a number."""
-        those = [value for name in self.noise for value in self.of(name)]
-        return root_mean_square([value for value in those if math.isfinite(value)])
-
-    @property
-    def bound(self) -> float:
-        return max(self.least, YARDSTICK_FACTOR * self.spread)  # of nan: the least
-
-    def is_within(self, name: str) -> bool:
-        each = all(abs(value) <= ONE_SEED * self.bound for value in self.of(name))
-        return each and abs(self.over_seeds(name)) <= self.bound
-
-
-def root_mean_square(values: Sequence[float]) -> float:
-    return math.sqrt(statistics.fmean(x * x for x in values)) if values else math.nan
-
-
-#: Pairs by curve, name and seed.
-Paired = dict[str, dict[str, dict[int, list[Pair]]]]
-
-
-@dataclass
-class Series:
-    """What is judged of the runs of several seeds; first of all the loss over the last iterations."""
-
-    reference: str
-    judged: str
-    noise: tuple[str, ...]
-    figures: list[Judged] = field(default_factory=list)
-    pairs: dict[str, dict[int, list[Pair]]] = field(default_factory=dict)  # of the loss, by name and seed
-    notes: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-
-    @property
-    def names(self) -> list[str]:
-        """The judged run's, the noise's, and others, the nearest to the bounds first."""
-        first = [self.judged, *self.noise]
-        return [*first, *sorted(self.pairs.keys() - set(first), key=lambda name: (self.largest(name), name))]
-
-    def largest(self, name: str) -> float:
-        """Over the figures, times the bound."""
-        those = [figure for figure in self.figures if name in figure.values]
-        return max((abs(figure.over_seeds(name)) / figure.bound for figure in those), default=0.0)
-
-    def outside(self, name: str) -> list[Judged]:
-        return [figure for figure in self.figures if name in figure.values and not figure.is_within(name)]
-
-    @property
-    def verdict(self) -> str:
-        last = self.figures[0]
-        if (
-            len(last.of(self.judged)) < FEWEST_SEEDS
-            or sum(len(last.of(n)) for n in self.noise) < FEWEST_SEEDS
-        ):
-            return "INCONCLUSIVE"
-        if self.problems:
-            return "DIFFERENT"
-        # The last iterations alone miss most errors.
-        return (
-            "SAME"
-            if any(figure.what.startswith("loss, first") for figure in self.figures)
-            else "INCONCLUSIVE"
-        )
-
-
-def series_of(
-    folder: Path, reference: str, judged: str, noise: Sequence[str], first: int = Judge.first
-) -> Series:
-    """Of the runs FOLDER/NAME-SEED. Raises UsageError where one of the names has none that can be paired, or
-    is given twice."""
-    if len({reference, judged, *noise}) != 2 + len(noise):
+    if len({judge.reference, judge.judged, *judge.noise}) != 2 + len(judge.noise):
         raise UsageError("a run is no noise of itself: give --against-noise other names, each once")
-    found = Series(reference, judged, tuple(noise))
-    runs = _runs_in(folder, found.notes)
-    pairs: Paired = {}
-    ends: dict[str, int] = {}  # of a curve's first iterations
-    for (name, seed), record in runs.items():
-        beside = runs.get((reference, seed))
-        if name == reference or beside is None:
-            continue
-        main = next((loss for loss in beside.training_losses if loss in record.curves), "")
-        if not main or not pairs_of(beside, record, main):
-            found.notes.append(f"left out: {_nothing_shared(beside, record)}")
-            continue
-        for curve in beside.curves.keys() & record.curves.keys():
-            shown = "loss" if curve == main else curve
-            if (curve in (main, GRAD_NORM) or curve.startswith("mtp")) and (
-                of_curve := pairs_of(beside, record, curve)
-            ):
-                pairs.setdefault(shown, {}).setdefault(name, {})[seed] = of_curve
-                ends[shown] = _first_iteration(beside.curves[curve], of_curve[0]) + first - 1
-        if name == judged:
-            found.problems += _structure_problems(beside, record)
-    found.pairs = pairs.get("loss", {})
-    if missing := [name for name in (judged, *noise) if name not in found.pairs]:
-        names = ", ".join(missing)
-        why = "".join(f"; {note}" for note in found.notes[:3])
-        raise UsageError(
-            f"{folder} has no runs NAME-SEED of {names} beside {reference} of the same seed{why}"
-        )
-    for curve in sorted(pairs, key=lambda curve: (curve != "loss", curve == GRAD_NORM, curve)):
-        for figure in _figures_of(curve, pairs[curve], (first, ends[curve]), found):
-            _judge(figure, found)
-    return found
+    found, runs, notes = list[Record](), Runs({judge.reference: {}}), list[str]()
+    paths = sorted(folder.iterdir()) if folder.is_dir() else []
+    for path in (path for path in paths if _NAME_SEED.fullmatch(path.name)):
+        try:
+            found.append(read_run(path, path.name))
+        except UsageError as error:
+            notes.append(f"left out: {error}")
+    last = max((run.iterations()[1] for run in found), default=0)
+    for run in found:
+        if (end := run.iterations()[1]) < last:
+            notes.append(f"left out: {run.name} ends at iteration {end}")
+        elif match := _NAME_SEED.fullmatch(run.name):
+            runs.setdefault(match[1], {})[int(match[2])] = run
+    return compare(runs, judge, notes)
 
 
-def _runs_in(folder: Path, notes: list[str]) -> dict[tuple[str, int], Record]:
-    """By name and seed, those that reach the last iteration; notes about the rest."""
-    runs: dict[tuple[str, int], Record] = {}
-    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        if match := re.fullmatch(r"(.+)-(\d+)(?:\.log)?", path.name):
-            try:
-                runs[match[1], int(match[2])] = read_run(path, path.name)
-            except UsageError as error:
-                notes.append(f"left out: {error}")
-    ends = {key: record.iterations()[1] for key, record in runs.items()}
-    for key, end in ends.items():
-        if end < max(ends.values()):
-            notes.append(f"left out: {runs.pop(key).name} ends at iteration {end}")
-    return runs
+# --- what is written ---------------------------------------------------------------------------
 
 
-def _figures_of(
-    curve: str, pairs: dict[str, dict[int, list[Pair]]], window: tuple[int, int], found: Series
-) -> Iterator[Judged]:
-    """Of the last iterations, but for gradient norms, and of the first, where lines of the logs tell them."""
-    every = [pair for of_seed in pairs.values() for of_run in of_seed.values() for pair in of_run]
-    every = [pair for pair in every if math.isfinite(pair.reference) and math.isfinite(pair.other)]
-    size = max((abs(pair.reference) for pair in every), default=0.0)
-    resolution = GRAD_NORM_RESOLUTION if curve == GRAD_NORM else LOSS_RESOLUTION
-    least = max([resolution * size, *(pair.tolerance for pair in every)])
-    num_first, last_first = window
-    for first in (True,) if curve == GRAD_NORM else (False, True):
-        values: dict[str, dict[int, float]] = {}
-        lengths = set()
-        for name, of_seed in pairs.items():
-            for seed, of_run in of_seed.items():
-                if not first:
-                    values.setdefault(name, {})[seed] = mean_of_last(of_run)
-                    continue
-                those = [pair for pair in of_run if pair.iteration <= last_first]
-                end = min(last_first, of_run[-1].iteration)
-                if those and those[-1].iteration > end - num_first / 2:
-                    values.setdefault(name, {})[seed] = root_mean_square([pair.gap for pair in those])
-                    lengths.add(len(those))
-        what = f"{curve}, first {num_first}" if first else f"{curve}, last {LAST}"
-        if len(lengths) > 1:  # a mean over iterations is nearer to another than they are
-            found.notes.append(f"{what}: not judged, since not all runs log every one of them")
-        else:
-            yield Judged(what, first, values, found.noise, least)
-
-
-def _judge(figure: Judged, found: Series) -> None:
-    if found.judged not in figure.values:
-        found.notes.append(f"{figure.what}: no line covers these alone; --log-interval 1 would tell more")
-    elif not any(name in figure.values for name in found.noise):
-        found.notes.append(f"{figure.what}: not judged, since no run of --against-noise has it")
-    else:
-        found.figures.append(figure)
-        if not figure.is_within(found.judged):
-            by = f"{figure.over_seeds(found.judged):+.1e}, bound {figure.bound:.1e}"
-            found.problems.append(f"{figure.what} differs: {by}")
-
-
-def rows_of_series(found: Series) -> list[Row]:
-    """One a figure and name; the first figure's with `on_the_way`."""
-    rows, points = list[Row](), on_the_way(found)
+def report(found: Comparison, out: Path, source: Row, console: Console, caption: str = "") -> int:
+    """Prints the table and the verdict, writes picture and figures; the exit status."""
+    judge, rows = found.judge, list[Row]()
+    how = ", paired by seed with" if judge.by_seed else " against"
+    head = ["", "over the seeds", "of each seed"] if judge.by_seed else ["", "difference"]
+    table = tables.terminal(f"minus {judge.reference}; red: outside the bound", head)
     for figure in found.figures:
-        for name in (name for name in found.names if name in figure.values):
-            row: Row = {"shape": f"{figure.what}, paired by seed with {found.reference}", "variant": name}
-            row |= {"seeds": sorted(figure.values[name]), "differences": figure.of(name)}
-            row |= {"over_seeds": figure.over_seeds(name), "bound": figure.bound}
-            row |= {"on_the_way": points[name]} if figure is found.figures[0] else {}
-            rows.append(row | {"within": figure.is_within(name)})
-    return rows
+        names = [name for name in found.names if name in figure.values]
+        is_shown = not figure.is_block or not figure.is_within(judge.judged)
+        if is_shown:
+            bound = f"bound {figure.bound:.1e}" if math.isfinite(figure.bound) else ""
+            table.add_row(figure.what, bound, style="bold")
+        for name in names:
+            seeds, differences = zip(*sorted(figure.values[name].items()), strict=True)
+            row: Row = {"shape": f"{figure.what}{how} {judge.reference}", "variant": name, "seeds": seeds}
+            row |= {"differences": differences, "over_seeds": figure.over(name), "bound": figure.bound}
+            row |= {"within": figure.is_within(name)}
+            if judge.by_seed and re.match("last |first ", figure.part):
+                row["on_the_way"] = found.on_the_way(figure.curve, name)
+            elif figure.part.startswith("all"):
+                row["curve"] = [p[1:4] for run in found.pairs[figure.curve][name].values() for p in run]
+            rows.append(row)
+            if is_shown:
+                style, each = "" if row["within"] else "red", " ".join(f"{x:+.1e}" for x in differences)
+                cells = [f"  {name}", f"{row['over_seeds']:+.1e}", each][: len(head)]
+                table.add_row(*cells, style=style)
+    console.print(table)
+    for words in (*(f"note: {note}" for note in found.notes), *(f"[red]{p}[/red]" for p in found.problems)):
+        console.print(words, soft_wrap=True)
+    facts: Row = {"verdict": found.verdict, "problems": found.problems, "notes": found.notes}
+    facts |= {"judged": judge.judged, "noise": judge.noise, "caption": caption, "looked_at": found.looked_at}
+    facts["runs"] = {run.name: run.facts for of in found.runs.values() for run in of.values()}
+    results.write(out / "compare_loss.json", rows, source | facts)
+    if pictures.pyplot() is None:
+        console.print("no picture: matplotlib is not installed")
+    elif judge.by_seed:
+        draw_series(results.read(out / "compare_loss.json"), out / "compare_loss.png")
+    else:
+        draw_pair(found, out / "compare_loss.png")
+    console.print(f"{out}: compare_loss.json\n{found.looked_at}", soft_wrap=True)
+    colour = "green" if found.verdict == "SAME" else "red"
+    console.print(f"[{colour}]{found.verdict}[/{colour}]")
+    return STATUS[found.verdict]
 
 
-def on_the_way(found: Series) -> dict[str, list[tuple[int, float]]]:
-    """By name (last iteration, root mean square of the loss's differences over seeds and iterations)."""
-    last = max(pair.iteration for of_seed in found.pairs.values() for run in of_seed.values() for pair in run)
-    ends = [digit * 10**power for power in range(len(str(last))) for digit in (1, 2, 3, 5)]
-    found_at: dict[str, list[tuple[int, float]]] = {}
-    for name in found.names:
-        gaps: dict[int, list[float]] = {}
-        for pair in (pair for run in found.pairs[name].values() for pair in run):
-            end = next((end for end in ends if pair.iteration <= end), last)
-            gaps.setdefault(min(end, last), []).append(pair.gap)
-        found_at[name] = [(end, root_mean_square(those)) for end, those in sorted(gaps.items())]
-    return found_at
+#: Of a curve in the other run, and in the reference below it.
+COLOURS = (
+    ("#08306b", "#9ecae1"), ("#a63603", "#fdbe85"), ("#00682a", "#a1d99b"), ("#54278f", "#dadaeb"),
+    ("#ae017e", "#fcc5c0"), ("#7f6000", "#e7cb94"), ("#252525", "#d9d9d9"),
+)  # fmt: skip
+
+
+def draw_pair(found: Comparison, path: Path) -> None:
+    """The heads' losses over each other (those of routers have another scale), and all differences."""
+    judge, curves = found.judge, [curve for curve in found.pairs if curve != GRAD_NORM]
+    size, label = (8, 7.2), "nan or inf (below: reference)"
+    figure, (above, below) = pictures.pyplot().subplots(2, sharex=True, figsize=size, layout="constrained")
+    for curve, (dark, light) in zip(curves, cycle(COLOURS), strict=False):
+        pairs = found.pairs[curve][judge.judged][0]
+        _differences(below, pairs, color=dark, lw=1, label=curve)
+        few = "o" if len(pairs) < 12 else ""
+        wide, thin = {"color": light, "lw": 5, "ms": 9}, {"color": dark, "lw": 1.3, "ms": 3}
+        for who, style, height in (("reference", wide, 0.02), ("other", thin, 0.06)):
+            values = {pair.iteration: getattr(pair, who) for pair in pairs}
+            if " loss" in curve or len(curves) == 1:
+                above.plot([*values], [*values.values()], marker=few, **style)
+                if missing := [at for at, value in values.items() if not math.isfinite(value)]:
+                    cross = {"color": "#cb181d", "transform": above.get_xaxis_transform(), "clip_on": False}
+                    above.plot(missing, [height] * len(missing), "x", label=label, **cross)
+                    label = ""
+    loss, of_loss = next(iter(found.pairs.items()))
+    for name in (name for name in judge.noise if name in of_loss):
+        label = f"{loss} of the noise run"
+        _differences(below, of_loss[name][0], color="#737373", ls=":", lw=1.4, label=label)
+    for first in (f for f in found.figures if f.what == f"{loss}, first {judge.first}"):
+        span = [of_loss[judge.judged][0][0].iteration, found.start + judge.first - 1]
+        label = f"bound of {loss}'s first iterations"
+        below.plot(span, [first.bound] * 2, color="#cb181d", ls="--", lw=1.2, label=label)
+    below.set(yscale="log", xlabel="iteration", ylabel="relative difference")
+    above.set_ylabel("loss")
+    for axes in (above, below):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
+    names = f"{judge.judged} (thin) against {judge.reference} (wide)"
+    figure.suptitle(f"{names}: {found.verdict}", fontsize=10)
+    figure.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    pictures.save(figure, path)
+
+
+def _differences(axes: Any, pairs: Sequence[Pair], **style: Any) -> None:
+    """A log axis has no zero: where there is no difference, there is a gap."""
+    sizes = [p.difference if 0 < p.difference < math.inf else math.nan for p in pairs]
+    axes.plot([pair.iteration for pair in pairs], sizes, marker=".", ms=4, **style)
 
 
 def draw_series(content: dict[str, Any], path: Path) -> None:
-    """Of a result that `report_series` wrote: the differences on the way, and each figure over its bound."""
-    if (plt := pictures.pyplot()) is None:
-        return
+    """Of a result that `report` wrote: the differences on the way, and each figure over its bound."""
     of_figures: dict[str, dict[str, Row]] = {}
     for row in content["rows"]:
         what, _, reference = row["shape"].partition(", paired by seed with ")
         of_figures.setdefault(what, {})[row["variant"]] = row
-    last, facts = next(iter(of_figures.values())), content["made_by"]
-    shown = {what: rows for what, rows in of_figures.items() if not what.startswith("mtp")}
+    shown = {what: rows for what, rows in of_figures.items() if re.match("(?!mtp).*, (last|first) ", what)}
+    if (plt := pictures.pyplot()) is None or not shown:
+        return
+    last, facts = next(iter(shown.values())), content["made_by"]
     figure, (left, *panels) = plt.subplots(
         1, 1 + len(shown), figsize=(5 + 2.2 * len(shown), 2.4 + 0.26 * len(last)), layout="constrained",
         width_ratios=[1.7] + [1] * len(shown),
@@ -644,310 +624,103 @@ def draw_series(content: dict[str, Any], path: Path) -> None:
         axes.grid(alpha=0.25)
         axes.tick_params(labelsize=8)
     figure.suptitle(f"{facts['judged']} against {reference}, by seed: {facts['verdict']}", fontsize=10)
-    how = (
-        "Left: colours as the names' at the right; zeros are not drawn. Right: a dot a seed, without sign; a"
-    )
-    below = textwrap.fill(f"{how} bar over the seeds. {facts['caption']}", 150)
+    left_is = "Left: colours as the names' at the right; zeros are not drawn."
+    right_is = "Right: a dot a seed, without sign; a bar over the seeds."
+    below = textwrap.fill(f"{left_is} {right_is} {facts['caption']}", 150)
     figure.supxlabel(below, fontsize=7, color="#525252")
     pictures.save(figure, path)
-
-
-def report_series(found: Series, out: Path, source: Row, console: Console, caption: str = "") -> None:
-    """Prints the table and the verdict, writes the picture and the figures."""
-    title = f"minus {found.reference} with the same seed; red: outside the bound"
-    shown = tables.terminal(title, ["", "over the seeds", "of each seed"])
-    for figure in found.figures:
-        shown.add_row(f"{figure.what}: bound", f"{figure.bound:.1e}", style="bold")
-        for name in (name for name in found.names if name in figure.values):
-            each = " ".join(f"{value:+.1e}" for value in figure.of(name))
-            style = "red" if figure in found.outside(name) else ""
-            shown.add_row(f"  {name}", f"{figure.over_seeds(name):+.1e}", each, style=style)
-    console.print(shown)
-    for note in found.notes:
-        console.print(f"note: {note}", soft_wrap=True)
-    for problem in found.problems:
-        console.print(f"[red]{problem}[/red]", soft_wrap=True)
-    facts: Row = {name: getattr(found, name) for name in ("verdict", "problems", "judged", "noise", "notes")}
-    results.write(out / "compare_loss.json", rows_of_series(found), source | facts | {"caption": caption})
-    draw_series(results.read(out / "compare_loss.json"), out / "compare_loss.png")
-    console.print(found.verdict)
-
-
-# --- what is written ---------------------------------------------------------------------------
-
-
-def table(found: Comparison, first: int) -> Table:
-    """Relative differences, each beside its bound; "mean" has its sign."""
-    title = f"{found.other.name} against {found.reference.name}"
-    result = tables.terminal(title, ["", f"first {first}", "bound", "all", "at", "mean"])
-    for curve in found.curves:
-        result.add_row(
-            curve.name,
-            _small(curve.first_difference),
-            "–" if curve.first_difference is None else _small(curve.bound),
-            _small(curve.worst.difference),
-            str(curve.worst.iteration) if curve.worst.difference else "–",
-            f"{curve.mean_difference:+.1e}",
-            style="red" if curve.problems() else "",
-        )
-    return result
-
-
-def _small(value: float | None) -> str:
-    if value is None:
-        return "–"
-    return "0" if value == 0 else f"{value:.1e}"
-
-
-def rows_of(found: Comparison) -> list[Row]:
-    """One a curve, with both runs' figures."""
-    return [
-        {
-            "shape": f"{found.other.name} against {found.reference.name}",
-            "variant": curve.name,
-            "bound": curve.bound,
-            "first_difference": curve.first_difference,
-            "difference": curve.worst.difference,
-            "at_iteration": curve.worst.iteration,
-            "mean_difference": curve.mean_difference,
-            "iterations": [pair.iteration for pair in curve.pairs],
-            "reference": [pair.reference for pair in curve.pairs],
-            "other": [pair.other for pair in curve.pairs],
-        }
-        for curve in found.curves
-    ]
-
-
-def facts_of(found: Comparison, judge: Judge) -> Row:
-    """The verdict, and what it rests on."""
-
-    def run(record: Record) -> Row:
-        own = asdict(record)
-        del own["curves"]
-        own["first_iteration"], own["last_iteration"] = record.iterations()
-        return own
-
-    said: Row = {name: getattr(found, name) for name in ("verdict", "problems", "notes")}
-    runs = {name: run(getattr(found, name)) for name in ("reference", "other")}
-    return said | {"judge": asdict(judge), **runs, "noise": found.noise and run(found.noise)}
-
-
-#: Of a curve in the other run, and in the reference below it.
-COLOURS = (
-    ("#08306b", "#9ecae1"), ("#a63603", "#fdbe85"), ("#00682a", "#a1d99b"), ("#54278f", "#dadaeb"),
-    ("#ae017e", "#fcc5c0"), ("#7f6000", "#e7cb94"), ("#252525", "#d9d9d9"),
-)  # fmt: skip
-BOUND: dict[str, Any] = {"color": "#cb181d", "ls": "--", "lw": 1.2}
-NOT_FINITE: dict[str, Any] = {"color": "#cb181d", "marker": "x", "ms": 6, "ls": "", "clip_on": False}
-NOISE: dict[str, Any] = {"color": "#737373", "ls": ":", "lw": 1.4}
-
-
-def draw(found: Comparison, path: Path) -> bool:
-    """The losses over each other, and their differences; False without matplotlib."""
-    plt = pictures.pyplot()
-    if plt is None:
-        return False
-    from matplotlib.ticker import MaxNLocator
-
-    losses = [curve for curve in found.curves if curve.name != GRAD_NORM]
-    figure, panels = plt.subplots(2, 1, sharex=True, figsize=(8, 7.2), layout="constrained")
-    _draw_losses(panels[0], losses)
-    _draw_differences(panels[1], losses)
-    for axes in panels:
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25)
-    panels[-1].set_xlabel("iteration")
-    panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
-    names = f"{found.other.name} (thin) against {found.reference.name} (wide)"
-    figure.suptitle(f"{names}: {found.verdict}", fontsize=10)
-    figure.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
-    pictures.save(figure, path)
-    return True
-
-
-def _draw_losses(axes: Any, curves: Sequence[Curve]) -> None:
-    """The heads' losses: those of routers have another scale."""
-    for curve, (dark, light) in zip(curves, cycle(COLOURS), strict=False):
-        if " loss" not in curve.name and len(curves) > 1:
-            continue
-        steps = [pair.iteration for pair in curve.pairs]
-        few = len(steps) < 12
-        marker = "o" if few else ""
-        wide: dict[str, Any] = {"color": light, "lw": 5, "marker": marker, "ms": 9, "zorder": 2}
-        thin: dict[str, Any] = {"color": dark, "lw": 1.3, "marker": marker, "ms": 3, "zorder": 3}
-        axes.plot(steps, [pair.reference for pair in curve.pairs], **wide)
-        axes.plot(steps, [pair.other for pair in curve.pairs], **thin)
-        _mark_not_finite(axes, curve)
-    axes.set_ylabel("loss")
-
-
-def _mark_not_finite(axes: Any, curve: Curve) -> None:
-    """A cross at the bottom where a run's loss is nan or inf, which no line shows."""
-    for name in ("reference", "other"):
-        at = [pair.iteration for pair in curve.pairs if not math.isfinite(getattr(pair, name))]
-        if at:
-            height = 0.02 if name == "reference" else 0.06
-            again = any(line.get_marker() == NOT_FINITE["marker"] for line in axes.lines)
-            label = None if again else "nan or inf (below: reference)"
-            of_height = {"transform": axes.get_xaxis_transform(), "label": label}
-            axes.plot(at, [height] * len(at), **of_height, **NOT_FINITE)
-
-
-def _draw_differences(axes: Any, curves: Sequence[Curve]) -> None:
-    for curve, (dark, _) in zip(curves, cycle(COLOURS), strict=False):
-        _plot_positive(axes, curve.pairs, {"color": dark, "lw": 1, "label": curve.name})
-    main = curves[0]
-    if main.noise:
-        _plot_positive(axes, main.noise, {**NOISE, "label": f"{main.name} of the noise run"})
-    begin, end = main.pairs[0].iteration, main.pairs[-1].iteration
-    if main.first_difference is not None:
-        label = f"bound of {main.name}'s first iterations"
-        axes.plot([begin, min(main.last_first, end)], [main.bound] * 2, label=label, **BOUND)
-    axes.set_yscale("log")
-    axes.set_ylabel("relative difference")
-
-
-def _plot_positive(axes: Any, pairs: Sequence[Pair], style: dict[str, Any]) -> None:
-    """A log axis has no zero: where there is no difference, there is a gap."""
-    values = [
-        pair.difference if pair.difference and math.isfinite(pair.difference) else math.nan for pair in pairs
-    ]
-    axes.plot([pair.iteration for pair in pairs], values, marker=".", ms=4, **style)
 
 
 # --- command line ------------------------------------------------------------------------------
 
 
-def _parser() -> Parser:
-    parser = Parser("python -m megatron_fused_ce compare", __doc__ or "")
+def _parser() -> cli.Parser:
+    parser = cli.Parser("python -m megatron_fused_ce compare", __doc__ or "")
     parser.add_argument("runs", nargs="*", metavar="RUN", help="the reference, and the other run")
     parser.add_argument("--out", type=Path, default=Path("build/compare_loss"))
-    bounds = parser.add_argument_group("bounds")
-    add = bounds.add_argument
-    add(
-        "--against-noise",
-        nargs="+",
-        default=[],
-        metavar="RUN",
-        help="others that are the same as the reference",
-    )
-    add("--first", type=whole(), default=10, metavar="N", help="how many iterations are the first [10]")
-    bound = number()
+    add, bound = parser.add_argument_group("bounds").add_argument, cli.number()
+    same = "others that are the same as the reference"
+    add("--against-noise", nargs="+", default=[], metavar="RUN", help=same)
+    add("--first", type=cli.whole(), default=10, metavar="N", help="how many iterations are the first [10]")
     add("--first-bound", type=bound, metavar="X", help="losses, relative [5e-4; fp32 1e-6]")
     add("--first-grad-norm-bound", type=bound, metavar="X", help="ratio - 1 [2e-2; fp32 1e-5]")
     add("--paired", type=Path, metavar="RUNS", help="pair RUNS/NAME-SEED by seed; runs are given as names")
-    launches = parser.add_argument_group("launches")
-    add = launches.add_argument
+    add = parser.add_argument_group("launches").add_argument
     add("--launch", action="store_true", help="run the command after --, flag off and on")
     add("--noise", action="store_true", help="and once more with Megatron's native loss, as noise")
-    add(
-        "--seeds",
-        type=whole(),
-        nargs="+",
-        metavar="N",
-        help="three runs, with noise, of each seed; pair them",
-    )
-    add("--timeout", type=seconds, default=NO_LIMIT, metavar="S", help="of one launch")
+    each = "three runs, with noise, of each seed; pair them"
+    add("--seeds", type=cli.whole(), nargs="+", metavar="N", help=each)
+    add("--timeout", type=cli.seconds, default=cli.NO_LIMIT, metavar="S", help="of one launch")
     return parser
 
 
-def _names_of(paths: Sequence[Path]) -> list[str]:
-    """The shortest ends of the paths that differ."""
-    parts = [path.resolve().parts for path in paths]
-    for length in range(1, max(map(len, parts)) + 1):
-        ends = ["/".join(part[-length:]) for part in parts]
-        if len(set(ends)) == len(ends):
-            return ends
-    return [f"{letter}: {path.name}" for letter, path in zip("ABC", paths, strict=False)]
-
-
-def _given_runs(given: argparse.Namespace) -> list[Record]:
-    """The reference, the other and, where there is one, the noise."""
+def _given_runs(given: argparse.Namespace) -> dict[str, Path]:
+    """The reference, the other and, where there is one, the noise: by the shortest ends that differ."""
     if len(given.runs) != 2:
         raise UsageError("give two runs: compare REFERENCE OTHER, or --launch -- COMMAND")
     if len(given.against_noise) > 1:
-        raise UsageError(
-            "two runs are held against one of --against-noise; several seeds, with --paired, against more"
-        )
+        raise UsageError("one pair is held against one run of --against-noise; several seeds against more")
     paths = [Path(path) for path in (*given.runs, *given.against_noise)]
-    if {path.resolve() for path in paths[:2]} & {path.resolve() for path in paths[2:]}:
+    parts = [path.resolve().parts for path in paths]
+    if parts[2:] and parts[2] in parts[:2]:
         raise UsageError("a run is no noise of itself: give --against-noise another")
-    return [read_run(path, name) for path, name in zip(paths, _names_of(paths), strict=True)]
+    for length in range(1, max(map(len, parts)) + 1):
+        ends = ["/".join(part[-length:]) for part in parts]
+        if len({*ends}) == len(ends):
+            return dict(zip(ends, paths, strict=True))
+    return dict(zip("ABC", paths, strict=False))
 
 
-def _launched_runs(given: argparse.Namespace, words: Sequence[str], console: Console) -> list[Record]:
+def _launched_runs(given: argparse.Namespace, words: Sequence[str], console: Console) -> dict[str, Path]:
     if given.runs or given.against_noise:
         raise UsageError("--launch makes the runs itself: give the command after --, and no run")
-    command = Command.of(words)
+    command, runs = Command.of(words), dict[str, Path]()
     launches = {"off": command.off(), "on": command.on()}
     if given.noise or given.seeds:
         launches["noise"] = command.other_stock()
-    records = []
-    names = {"off": "flag off", "on": "flag on"}
-    names["noise"] = f"{names['off']}, {'unfused' if LOSS_FUSION in launches['off'] else 'native'} loss"
-    if given.seeds:
-        launches = {
-            f"{name}-{seed}": [*line, "--seed", str(seed)]
-            for seed in given.seeds
-            for name, line in launches.items()
-        }
-    for name, line in launches.items():
-        folder = given.out / name
-        with console.status(f"launch {name}") as status:
-            launch(line, folder, given.timeout, partial(_show, status, name))
-        console.print(f"launch {name}: done, logs in {folder}", soft_wrap=True)
-        records.append(read_run(folder, names.get(name, name)))
-    return records
+    for seed in given.seeds or [None]:
+        for name, line in launches.items():
+            folder = given.out / (name if seed is None else f"{name}-{seed}")
+            began, seeded = time.monotonic(), [] if seed is None else ["--seed", str(seed)]
+            with console.status(f"launch {folder.name}") as status:
+                progress = partial(_show, status, folder.name)
+                launch([*line, *seeded], folder, given.timeout, progress)
+            took = f"{time.monotonic() - began:.0f} s"
+            console.print(f"launch {folder.name}: {took}, logs in {folder}", soft_wrap=True)
+            runs[name] = folder
+    other = "unfused" if LOSS_FUSION in launches["off"] else "native"
+    names = {"off": "flag off", "on": "flag on", "noise": f"flag off, {other} loss"}
+    return {names[name]: folder for name, folder in runs.items()}
 
 
 def _show(status: Status, name: str, iteration: str) -> None:
     status.update(f"launch {name}: {iteration}")
 
 
-def report(found: Comparison, judge: Judge, out: Path, source: Row, console: Console) -> None:
-    """Prints the table and the verdict, writes the picture and the figures."""
-    console.print(table(found, judge.first))
-    if found.noise is not None:
-        words = f"the bounds are from the noise run, {found.noise.name}, against {found.reference.name}"
-        console.print(words, soft_wrap=True)
-    for note in found.notes:
-        console.print(f"note: {note}", soft_wrap=True)
-    for problem in found.problems:
-        console.print(f"[red]{problem}[/red]", soft_wrap=True)
-    results.write(out / "compare_loss.json", rows_of(found), source | facts_of(found, judge))
-    drawn = draw(found, out / "compare_loss.png")
-    picture = "compare_loss.png and " if drawn else "no picture (matplotlib is not installed), "
-    console.print(f"{out}: {picture}compare_loss.json", soft_wrap=True)
-    colour = "green" if found.verdict == "SAME" else "red"
-    console.print(f"[{colour}]{found.verdict}[/{colour}]")
-
-
-@command("compare")
+@cli.command("compare")
 def main(words: list[str]) -> int:
     own, launched = split_command(words)
     given = _parser().parse_args(own)
     from rich.console import Console
 
     console = Console(highlight=False)
-    judge = Judge(**{name: getattr(given, name) for name in Judge.__dataclass_fields__})
-    writable_folder(given.out)
-    records = _launched_runs(given, launched, console) if given.launch else []
-    device = results.device_name() if given.launch else ""
-    source = results.made_by(device, ["compare", *words])
-    if given.paired or (records and given.seeds):
-        names = given.runs if given.paired else ["off", "on"]
-        if len(names) != 2 or (given.paired and not given.against_noise):
-            raise UsageError("with --paired give two names of runs in RUNS, and others with --against-noise")
-        noise = given.against_noise or ["noise"]
-        series = series_of(given.paired or given.out, names[0], names[1], noise, judge.first)
-        report_series(series, given.out, source, console)
-        return STATUS[series.verdict]
-    first, other, *noises = records or _given_runs(given)
-    found = compare(first, other, noises[0] if noises else None, judge)
+    bounds = {"first_bound": given.first_bound, "first_grad_norm_bound": given.first_grad_norm_bound}
+    cli.writable_folder(given.out)
+    if given.paired and (len(given.runs) != 2 or not given.against_noise):
+        raise UsageError("with --paired give two names of runs in RUNS, and others with --against-noise")
+    runs = _launched_runs(given, launched, console) if given.launch else {}
+    source = results.made_by(results.device_name() if given.launch else "", ["compare", *words])
+    if given.paired or (runs and given.seeds):
+        names, noise = (given.runs, given.against_noise) if given.paired else (("off", "on"), ["noise"])
+        judge = Judge(names[0], names[1], noise, by_seed=True, first=given.first)
+        found = series_of(given.paired or given.out, judge)
+        return report(found, given.out, source, console)
+    records = {name: {0: read_run(path, name)} for name, path in (runs or _given_runs(given)).items()}
+    reference, other, *noise = records
+    found = compare(records, Judge(reference, other, noise, first=given.first, **bounds))
     if not given.launch and Path(given.runs[0]).samefile(given.runs[1]):
         found.notes.insert(0, f"{given.runs[1]} is given twice: a run is compared with itself")
-    report(found, judge, given.out, source, console)
-    return STATUS[found.verdict]
+    return report(found, given.out, source, console)
 
 
 if __name__ == "__main__":

@@ -1,134 +1,331 @@
 """Where did the memory go? One training step's memory over time, flag off and on, the head coloured.
 
     python -m megatron_fused_ce memory -- torchrun --nproc-per-node 8 pretrain_gpt.py ... --train-iters 5
-    python -m megatron_fused_ce memory --shape llama-3-8b --tokens 8192
     python -m megatron_fused_ce memory --draw build/memory_profile/memory_profile.json
 
-With a command after ``--`` it is launched twice, without the flag and with it; each launch ends after
-step --step, whose allocations one rank records by torch's memory snapshots. With --shape the head alone
-runs, in this process. Allocations are told apart by their Python stacks (snapshots.py). Bytes
-are those that were asked for; the allocator's own peak, which rounds them up, stands beside.
-
-Kernels are waited for one by one (CUDA_LAUNCH_BLOCKING=1), so that the picture's time is the device's, in
-per cent of the step: it does not tell how long a step takes in training. --host-time leaves that out. It
-needs a GPU, --draw does not.
+The command after -- is launched twice, without the flag and with it; each launch ends after step --step,
+whose allocations one rank records by torch's memory snapshots. They are told apart by their Python stacks.
+Bytes are those that were asked for: the allocator's own peak, which rounds them up, stands beside. Kernels
+are waited for one by one (CUDA_LAUNCH_BLOCKING=1, unless the environment has it), so that the picture's time
+is the device's, in per cent of the step: it does not tell how long a step takes in training.
 
 Writes memory_profile.json, memory_profile.png and, for torch's own viewer (https://pytorch.org/memory_viz),
-a snapshot file of each run to --out. Snapshot files are pickles: open only your own. Exit status: 0
-done, 2 bad input or no GPU.
+a snapshot of each launch to --out: a pickle, open only your own. Exit status: 0 done, 2 bad input or no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import pickle
 import re
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megatron_fused_ce.cli.command_line import (
-    NO_LIMIT,
-    Parser,
-    UsageError,
-    command,
-    require_gpus,
-    seconds,
-    whole,
-    writable_folder,
-)
-from megatron_fused_ce.plan.named_models import known_name
-from megatron_fused_ce.scripts.bench.cases import SHAPES, Cell
-from megatron_fused_ce.scripts.lib import pictures, tables
+from megatron_fused_ce.cli import command_line as cli
+from megatron_fused_ce.cli.command_line import UsageError
+from megatron_fused_ce.scripts.lib import pictures, results, tables
 from megatron_fused_ce.scripts.lib.launches import Command, launch, split_command
-from megatron_fused_ce.scripts.lib.results import write_whole
 from megatron_fused_ce.scripts.lib.runner import SNAPSHOT, TIMELINE
-from megatron_fused_ce.scripts.runs.snapshots import (
-    BUFFERS,
-    CATEGORIES,
-    EMBEDDING,
-    HEAD,
-    INPUTS,
-    LAYERS,
-    MIB,
-    NATIVE,
-    OPTIMIZER,
-    OTHER,
-    WEIGHTS,
-    Recording,
-    Timeline,
-    read,
-    write,
-)
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from megatron_fused_ce.scripts.bench.problem import Case, World
-
+MIB = 1024 * 1024
+WEIGHTS, INPUTS, BUFFERS, OPTIMIZER = "weights", "inputs", "parameter and gradient buffers", "optimizer"
+OTHER, NATIVE, EMBEDDING, LAYERS, HEAD = "other", "backward without Python", "embedding", "layers", "head"
+#: From the bottom of the picture to its top. What lives as long as the training is grey, the head stands out.
+COLOURS = {
+    WEIGHTS: "#969696", INPUTS: "#b5b5b5", BUFFERS: "#c6c6c6", OPTIMIZER: "#dfdfdf", OTHER: "#e5d8bd",
+    NATIVE: "#ccebc5", EMBEDDING: "#a6bddb", LAYERS: "#74a9cf", HEAD: "#d7301f",
+}  # fmt: skip
 #: Of the highest peak: less than that is hard to find in the picture, and not in its legend.
 VISIBLE = 1 / 60
-#: The head stands out; what lives as long as the training is grey.
-COLOURS = {
-    WEIGHTS: "#969696",
-    INPUTS: "#b5b5b5",
-    BUFFERS: "#c6c6c6",
-    OPTIMIZER: "#dfdfdf",
-    OTHER: "#e5d8bd",
-    NATIVE: "#ccebc5",
-    EMBEDDING: "#a6bddb",
-    LAYERS: "#74a9cf",
-    HEAD: "#d7301f",
-}
 MOST_MARKS = 12  # phases that are drawn
 NUM_COLUMNS = 1200  # of the picture, about a pixel each
+#: Most events of one step: far above a step of 64 micro-batches of 80 layers.
+MOST_EVENTS = 2_000_000
+
+Frame = dict[str, Any]  # filename, name, line
+
+
+# --- who asked for it ----------------------------------------------------------------------------
+
+#: category, pattern of the file, pattern of the function. The innermost frame that fits decides.
+_RULES = tuple(
+    (category, re.compile(file), re.compile(function))
+    for category, file, function in (
+        # The adapter and the launcher stand in the stacks of whole models.
+        (
+            HEAD,
+            r"megatron_fused_ce/(?!adapter/|scripts/|launch|autoload)|transformer_engine/.*cross_entropy",
+            ".*",
+        ),
+        (HEAD, r"megatron/core/(tensor_parallel/cross_entropy|fusions/fused_cross_entropy)\.py", ".*"),
+        (HEAD, r"megatron/core/models/common/language_module/", r"compute_\w*loss"),
+        (EMBEDDING, r"megatron/core/models/(gpt|mamba|hybrid)/\w+_model\.py", r"_preprocess"),
+        (HEAD, r"megatron/core/models/(gpt|mamba|hybrid)/\w+_model\.py", r"_postprocess|forward"),
+        (HEAD, r"megatron/core/transformer/multi_token_prediction\.py", r"\w*loss\w*"),
+        (EMBEDDING, r"megatron/core/models/common/embeddings/", ".*"),
+        (BUFFERS, r"megatron/core/distributed/", ".*"),
+        (OPTIMIZER, r"megatron/core/optimizer/|(torch/optim|apex/optimizers|pytorch/optimizers)/", ".*"),
+        # The file random.py: activations that are recomputed in the backward.
+        (LAYERS, r"megatron/core/(tensor_parallel/random\.py|(transformer|ssm|fusions|extensions)/)", ".*"),
+        (LAYERS, r"transformer_engine/", ".*"),
+    )
+)
+_BUILDS_MODEL = re.compile(r"get_model|build_model|model_provider|\w+_builder")
+#: Megatron's own linear layer: the output layer's, and every layer's where Transformer Engine has none.
+_LINEAR = re.compile(r"megatron/core/tensor_parallel/layers\.py")
+_EITHER = "output layer's or a local layer's"
+#: Calls autograd's engine. On GPUs its own thread runs the backward, with no Python frame below.
+_ENGINE = re.compile(r"_engine_run_backward|custom_backward")
+
+
+@lru_cache(maxsize=65536)
+def _category_of_frame(file: str, function: str) -> str | None:
+    fits = (name for name, of_file, of in _RULES if of_file.search(file) and of.fullmatch(function))
+    return next(fits, None)
+
+
+def category_of(frames: Sequence[Frame]) -> str:
+    """Of an allocation with this Python stack, innermost frame first.
+
+    `_EITHER` where only the backward of Megatron's own linear layer is in it.
+    """
+    found: str | None = None
+    for frame in frames:
+        found = found or _category_of_frame(frame["filename"], frame["name"])
+        if _BUILDS_MODEL.fullmatch(frame["name"]):
+            return found if found in (BUFFERS, OPTIMIZER) else WEIGHTS
+    if found is None and _has_linear(frames, "backward"):
+        return _EITHER
+    in_engine = not frames or any(_ENGINE.fullmatch(frame["name"]) for frame in frames)
+    return found or (NATIVE if in_engine else OTHER)
+
+
+def _has_linear(frames: Sequence[Frame], function: str) -> bool:
+    return any(frame["name"] == function and _LINEAR.search(frame["filename"]) for frame in frames)
+
+
+# --- bytes over time -----------------------------------------------------------------------------
+
+
+@dataclass
+class Timeline:
+    """One step's memory: what was there before it, and each allocation and free in it."""
+
+    name: str
+    base: dict[str, int] = field(default_factory=dict)  # bytes by category, before the step
+    #: microseconds since the step began, bytes (a free's are negative), category
+    events: list[tuple[int, int, str]] = field(default_factory=list)
+    marks: list[tuple[int, str]] = field(default_factory=list)  # microseconds, what begins there
+    #: Bytes that the events leave over at the step's end, or miss: not 0 where events were lost.
+    unaccounted_bytes: int = 0
+    allocator_peak_bytes: int = 0  # torch.cuda.max_memory_allocated of the step
+    facts: dict[str, Any] = field(default_factory=dict)  # device, versions, commit, command, ...
+
+    def states(self) -> Iterable[tuple[int, dict[str, int]]]:
+        """(microseconds, bytes by category) before the first event and after each. One dict, changed."""
+        now = dict.fromkeys(COLOURS, 0) | self.base
+        yield 0, now
+        for at, num_bytes, category in self.events:
+            now[category] += num_bytes
+            yield at, now
+
+    def peak(self, category: str | None = None) -> tuple[int, int, dict[str, int]]:
+        """(bytes, microseconds, bytes by category there) where the sum, or one category, is largest."""
+        best = (-1, 0, dict[str, int]())
+        for at, now in self.states():
+            size = sum(now.values()) if category is None else now[category]
+            best = (size, at, dict(now)) if size > best[0] else best
+        return best
+
+    def columns(self, num: int) -> tuple[float, list[dict[str, int]]]:
+        """(microseconds of a column, bytes by category in each) for a picture ``num`` columns wide.
+
+        Of the states that fall into a column its largest: a spike narrower than that is still seen.
+        """
+        width = max(1, *(at for at, _, _ in self.events), 1) / num
+        found: list[dict[str, int]] = []
+        held = dict.fromkeys(COLOURS, 0)
+        for at, now in self.states():
+            column = min(max(int(at / width), 0), num - 1)
+            found += [held] * (column + 1 - len(found))
+            held = dict(now)
+            if sum(held.values()) > sum(found[column].values()):
+                found[column] = held
+        return width, found + [held] * (num - len(found))
+
+
+def live_blocks(snapshot: dict[str, Any], device: int) -> dict[int, dict[str, Any]]:
+    """Address -> block, of what tensors hold."""
+    here = (segment for segment in snapshot["segments"] if segment.get("device", 0) == device)
+    blocks = (block for segment in here for block in segment["blocks"])
+    return {block["address"]: block for block in blocks if block["state"] == "active_allocated"}
+
+
+def timeline_of(
+    name: str, before: dict[str, Any], after: dict[str, Any], *, device: int = 0, begin_us: int = 0,
+    num_logits: int = 0,
+) -> Timeline:  # fmt: skip
+    """From torch's snapshots at a step's begin and end; ``after`` has the step's trace.
+
+    What autograd's own operators allocate has no stack; while the head holds logits, ``num_logits`` on this
+    rank, their gradient's cast or copy is known by its bytes, those of so many bf16 or fp32 numbers. A tensor
+    is freed at ``free_requested``, as in the allocator's own figures; its block may wait for other streams.
+    """
+    trace, timeline = after["device_traces"][device], Timeline(name)
+    stacks = [entry.get("frames", ()) for entry in trace if entry["action"] == "alloc"]
+    # Whether Megatron's linear layer serves in the model's layers too, and not as their head alone.
+    local = any(category_of(frames) == LAYERS and _has_linear(frames, "forward") for frames in stacks)
+    live: dict[int, tuple[int, str]] = {}
+    head_bytes = 0
+
+    def hold(address: int, size: int, frames: Sequence[Frame]) -> str:
+        nonlocal head_bytes
+        found = category_of(frames)
+        if found == _EITHER:
+            found = LAYERS if local else HEAD
+        elif found == NATIVE and head_bytes >= 2 * num_logits > 0:
+            found = HEAD if size in (2 * num_logits, 4 * num_logits) else NATIVE
+        head_bytes += size if found == HEAD else 0
+        live[address] = size, found
+        return found
+
+    for address, block in live_blocks(before, device).items():
+        of_block = hold(address, size := block["requested_size"], block.get("frames", ()))
+        timeline.base[of_block] = timeline.base.get(of_block, 0) + size
+    for number, entry in enumerate(trace):
+        at = entry.get("time_us", begin_us + number) - begin_us
+        address = entry.get("addr", 0)  # an "oom" has none
+        if entry["action"] == "alloc":
+            of_block = hold(address, entry["size"], entry.get("frames", ()))
+            timeline.events.append((at, entry["size"], of_block))
+        elif entry["action"] == "free_requested" and address in live:
+            size, of_block = live.pop(address)
+            head_bytes -= size if of_block == HEAD else 0
+            timeline.events.append((at, -size, of_block))
+    end = sum(block["requested_size"] for block in live_blocks(after, device).values())
+    timeline.unaccounted_bytes = sum(size for size, _ in live.values()) - end
+    return timeline
+
+
+class Recording:
+    """Memory history of the current GPU: from construction on of who holds what, of a step by event."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self._cuda, self._memory, self._version = torch.cuda, torch.cuda.memory, torch.__version__
+        torch.cuda.init()
+        self._memory._record_memory_history("state", context="state", stacks="python")
+
+    def begin(self) -> None:
+        """The step begins. Waits for the device."""
+        self._cuda.synchronize()
+        self._before = self._memory._snapshot()
+        self._cuda.reset_peak_memory_stats()
+        self.marks: list[tuple[int, str]] = []
+        self._begin_us = now_us()
+        self._memory._record_memory_history(
+            "all", context="alloc", stacks="python", max_entries=MOST_EVENTS, clear_history=True
+        )
+
+    def mark(self, what: str) -> None:
+        """``what`` begins now."""
+        self.marks.append((now_us() - self._begin_us, what))
+
+    def end(self, name: str, num_logits: int) -> tuple[Timeline, dict[str, Any]]:
+        """The step is over: its timeline, and torch's snapshot, a pickle that nothing here reads."""
+        self._cuda.synchronize()
+        peak, snapshot = self._cuda.max_memory_allocated(), self._memory._snapshot()
+        self._memory._record_memory_history(None)
+        where: dict[str, Any] = {"device": self._cuda.current_device(), "begin_us": self._begin_us}
+        timeline = timeline_of(name, self._before, snapshot, num_logits=num_logits, **where)
+        timeline.marks, timeline.allocator_peak_bytes = self.marks, peak
+        timeline.facts = {"device": self._cuda.get_device_name(), "torch": self._version}
+        return timeline, snapshot
+
+
+def now_us() -> int:
+    """On the clock of the allocator's trace."""
+    return time.time_ns() // 1000
+
+
+# --- the file ------------------------------------------------------------------------------------
+
+
+def write(timelines: Sequence[Timeline], path: Path, command: Sequence[str]) -> None:
+    """A result file, a row a timeline; categories as numbers of its ``categories``."""
+    number, rows = {category: i for i, category in enumerate(COLOURS)}, []
+    for timeline in timelines:
+        events = [[at, size, number[name]] for at, size, name in timeline.events]
+        own = {"variant": timeline.name or "step", "peak_mib": timeline.peak()[0] / MIB, "events": events}
+        rows.append({"shape": timeline.facts.get("what", "step"), **asdict(timeline), **own})
+    device = timelines[0].facts.get("device", "")
+    results.write(path, rows, results.made_by(device, command, categories=list(COLOURS)))
+
+
+def read(path: Path) -> list[Timeline]:
+    """Of a file of `write`. Raises UsageError."""
+    content, timelines = results.read(path), list[Timeline]()
+    try:
+        names = content["made_by"]["categories"]
+        for item in content["rows"]:
+            timeline = Timeline(
+                **{name: item[name] for name in Timeline.__dataclass_fields__ if name in item}
+            )
+            timeline.events = [(int(at), int(size), names[i]) for at, size, i in timeline.events]
+            timeline.marks = [(int(at), str(what)) for at, what in timeline.marks]
+            if not {*timeline.base, *names} <= set(COLOURS):
+                raise ValueError("a category is not known")
+            timelines.append(timeline)
+        if not timelines:
+            raise ValueError("no timeline in it")
+    except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise UsageError(f"{path} is no result of this command: {what}") from None
+    return timelines
 
 
 # --- what is printed and drawn -------------------------------------------------------------------
 
 
-def table(timelines: Sequence[Timeline]) -> Table:
-    """MiB at each run's peak, by category, and the head's own peak."""
+def report(timelines: Sequence[Timeline], out: Path) -> None:
+    """MiB at each run's peak, by category, and the head's own peak; the picture."""
+    from rich.console import Console
+
+    table = tables.terminal("", ["MiB", *(timeline.name for timeline in timelines)])
     peaks = [timeline.peak() for timeline in timelines]
-    rows = [("at the peak", [size for size, _, _ in peaks])]
-    for category in reversed(CATEGORIES):
-        sizes = [at_peak[category] for _, _, at_peak in peaks]
+    rows = {"at the peak": [size for size, _, _ in peaks]}
+    rows |= {f"  {name}": [at_peak[name] for _, _, at_peak in peaks] for name in reversed(COLOURS)}
+    rows["head at most"] = [timeline.peak(HEAD)[0] for timeline in timelines]
+    rows["max_memory_allocated"] = [timeline.allocator_peak_bytes for timeline in timelines]
+    for name, sizes in rows.items():
         if any(sizes):
-            rows.append((f"  {category}", sizes))
-    rows.append(("head at most", [timeline.peak(HEAD)[0] for timeline in timelines]))
-    rows.append(("max_memory_allocated", [timeline.allocator_peak_bytes for timeline in timelines]))
-    result = tables.terminal("", ["MiB", *(timeline.name for timeline in timelines)])
-    for name, sizes in rows:
-        result.add_row(name, *(f"{size / MIB:.1f}" for size in sizes))
-    return result
-
-
-def notes(timelines: Sequence[Timeline]) -> Iterator[str]:
-    """What a reader of the table must know."""
-    if len(timelines) == 2:
-        off, on = (timeline.peak()[0] for timeline in timelines)
-        yield f"the second's peak is {(off - on) / MIB:.1f} MiB lower, {(off - on) / off:.0%} of it"
-    for timeline in timelines:
-        if timeline.unaccounted_bytes:
-            yield (
-                f"{timeline.name}: events of {timeline.unaccounted_bytes} bytes are missing; what "
-                "is drawn is off by that much at the step's end"
-            )
+            table.add_row(name, *(f"{size / MIB:.1f}" for size in sizes))
+    Console().print(table)
+    if len(peaks) == 2:
+        off, on = rows["at the peak"]
+        print(f"the second's peak is {(off - on) / MIB:.1f} MiB lower, {(off - on) / off:.0%} of it")
+    for one in (timeline for timeline in timelines if timeline.unaccounted_bytes):
+        missing = f"{one.name}: events of {one.unaccounted_bytes} bytes are missing"
+        print(f"{missing}; what is drawn is off by that much at the step's end")
+    drawn = draw(timelines, out / "memory_profile.png")
+    print(f"{out}: " + ("memory_profile.png" if drawn else "no picture: matplotlib is not installed"))
 
 
 def draw(timelines: Sequence[Timeline], path: Path) -> bool:
     """One panel a run, on the same axes; False without matplotlib."""
-    plt = pictures.pyplot()
-    if plt is None:
+    if (plt := pictures.pyplot()) is None:
         return False
     from matplotlib.patches import Patch
 
-    figure, panels = plt.subplots(
-        len(timelines), 1, sharex=True, sharey=True, squeeze=False, layout="constrained",
-        figsize=(9, 1.2 + 2.6 * len(timelines)),
-    )  # fmt: skip
+    size, num = (9, 1.2 + 2.6 * len(timelines)), len(timelines)
+    shared: dict[str, Any] = {"sharex": True, "sharey": True, "squeeze": False, "layout": "constrained"}
+    figure, panels = plt.subplots(num, 1, figsize=size, **shared)
     highest = max(timeline.peak()[0] for timeline in timelines)
     unit, scale = ("GiB", MIB * 1024) if highest > 4096 * MIB else ("MiB", MIB)
     used: set[str] = set()
@@ -142,7 +339,7 @@ def draw(timelines: Sequence[Timeline], path: Path) -> bool:
     panels[-1, 0].set_xlim(0, 100)
     about = [facts[name] for name in ("what", "device") if facts.get(name)]
     figure.suptitle(": ".join(["Memory of one step", ", ".join(about)]), fontsize=10)
-    patches = [Patch(color=COLOURS[name], label=name) for name in reversed(CATEGORIES) if name in used]
+    patches = [Patch(color=COLOURS[name], label=name) for name in reversed(COLOURS) if name in used]
     figure.legend(handles=patches, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
     pictures.save(figure, path)
     return True
@@ -154,52 +351,35 @@ def _draw_one(axes: Any, timeline: Timeline, unit: str, scale: int, visible: flo
     # In no unit of time: a step whose kernels are waited for is slower than one in training.
     per_cent = 100 / (width * len(columns))
     times = [width * per_cent * i for i in range(len(columns) + 1)]
-    used = [name for name in CATEGORIES if any(column[name] for column in columns)]
     below = [0.0] * len(times)
-    for name in used:
+    for name in (name for name in COLOURS if any(column[name] for column in columns)):
         row = [column[name] / scale for column in (*columns, columns[-1])]
         above = [low + high for low, high in zip(below, row, strict=True)]
-        axes.fill_between(
-            times, below, above, step="post", color=COLOURS[name], linewidth=0, antialiased=False
-        )
+        plain: dict[str, Any] = {"step": "post", "linewidth": 0, "antialiased": False}
+        axes.fill_between(times, below, above, color=COLOURS[name], **plain)
         below = above
     size, at, at_peak = timeline.peak()
     axes.plot([0, times[-1]], [size / scale] * 2, color="black", lw=0.8, ls=":")
     text = f"{timeline.name}: peak {size / scale:.2f} {unit}, of it head {at_peak[HEAD] / scale:.2f}"
     axes.text(0.005, 0.985, text, transform=axes.transAxes, ha="left", va="top", fontsize=9)
     axes.plot([at * per_cent], [size / scale], "v", color="black", ms=4)
-    if len(timeline.marks) <= MOST_MARKS:
-        for when, what in timeline.marks:
-            axes.axvline(when * per_cent, ymax=0.9, color="black", lw=0.5, alpha=0.5)
-            axes.annotate(
-                what, (when * per_cent, 0.885), xycoords=("data", "axes fraction"), fontsize=7,
-                xytext=(2, 0), textcoords="offset points", va="top",
-            )  # fmt: skip
+    beside = {"xycoords": ("data", "axes fraction"), "xytext": (2, 0), "textcoords": "offset points"}
+    for when, what in timeline.marks if len(timeline.marks) <= MOST_MARKS else ():
+        axes.axvline(when * per_cent, ymax=0.9, color="black", lw=0.5, alpha=0.5)
+        axes.annotate(what, (when * per_cent, 0.885), fontsize=7, va="top", **beside)
     axes.spines[["top", "right"]].set_visible(False)
-    return {name for name in used if any(column[name] >= visible for column in columns)}
+    return {name for name in COLOURS if any(column[name] >= max(visible, 1) for column in columns)}
 
 
-def report(timelines: Sequence[Timeline], out: Path) -> None:
-    from rich.console import Console
-
-    Console().print(table(timelines))
-    for note in notes(timelines):
-        print(note)
-    drawn = draw(timelines, out / "memory_profile.png")
-    print(f"{out}: " + ("memory_profile.png" if drawn else "no picture: matplotlib is not installed"))
-
-
-# --- runs ----------------------------------------------------------------------------------------
+# --- the command ---------------------------------------------------------------------------------
 
 
 def of_launches(given: argparse.Namespace, words: Sequence[str]) -> list[Timeline]:
     """The same launch with the flag off and on."""
-    asked = Command.of(words)
-    timelines = []
+    asked, timelines = Command.of(words), list[Timeline]()
     for name, flag in (("flag off", False), ("flag on", True)):
-        folder = given.out.resolve() / name.replace(" ", "-")
+        folder, began = given.out.resolve() / name.replace(" ", "-"), time.monotonic()
         line = asked.through("--memory", str(folder), str(given.step), str(given.rank), flag=flag)
-        print(f"launch, {name}: logs in {folder}", flush=True)
         launch(line, folder, given.timeout, lambda now: print(now, flush=True))
         if not (folder / TIMELINE).is_file():
             raise UsageError(f"the launch ended before step {given.step}: raise --train-iters")
@@ -207,113 +387,36 @@ def of_launches(given: argparse.Namespace, words: Sequence[str]) -> list[Timelin
         timeline.name = name
         timeline.facts["what"] = f"{Path(asked.script[0]).name}, step {given.step}"
         timelines.append(timeline)
-        print(f"for torch's viewer: {folder / SNAPSHOT}")
+        took = f"{time.monotonic() - began:.0f} s"
+        print(f"launch, {name}: {took}, logs in {folder}, for torch's viewer {SNAPSHOT}", flush=True)
     return timelines
 
 
-def of_head(given: argparse.Namespace) -> list[Timeline]:
-    """The head alone, one step of each variant, on this process's GPU."""
-    from megatron_fused_ce.scripts.bench.loss import megatron, ours
-    from megatron_fused_ce.scripts.bench.problem import World
-
-    try:
-        given.shape = known_name(given.shape, SHAPES)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    world = World()
-    timelines = []
-    try:
-        known = {case.name: case for case in megatron(world)}
-        for name in given.variants:
-            case = known.get(name) or ours(world, name)
-            if case.why_not is not None:
-                raise UsageError(f"{name}: {case.why_not}; choose others with --variants")
-            timeline, snapshot = _step_of_head(case, world, given)
-            path = given.out / f"{re.sub('[:/]', '-', name)}.pickle"
-            write_whole(path, pickle.dumps(snapshot))
-            print(f"for torch's viewer: {path}")
-            timelines.append(timeline)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    finally:
-        world.close()
-    return timelines
-
-
-def _step_of_head(case: Case, world: World, given: argparse.Namespace) -> tuple[Timeline, dict[str, Any]]:
-    from megatron_fused_ce.scripts.bench.loss import Loss
-
-    cell = Cell.of(given.shape, given.tokens)
-    recording = Recording()
-    problem = Loss(cell, world)
-    for _ in range(2):  # kernels compile, workspaces come to stay
-        case.step(problem)
-    problem.reset()
-    phases = iter(("forward", "backward", "end"))
-    recording.begin()
-    case.step(problem, lambda: recording.mark(next(phases)))
-    timeline, snapshot = recording.end(case.name, given.tokens * cell.vocab)
-    timeline.facts["what"] = f"head of {given.shape}, T = {given.tokens}"
-    timeline.facts["waits_for_kernels"] = not given.host_time
-    return timeline, snapshot
-
-
-def collect(given: argparse.Namespace, words: Sequence[str]) -> list[Timeline]:
-    if words and given.shape:
-        raise UsageError("give a launch after --, or --shape, not both")
-    if not words and not given.shape:
-        raise UsageError("give a launch after --, or --shape NAME, or --draw FILE")
-    require_gpus(otherwise="--draw FILE draws a profile that was made elsewhere")
-    timelines = of_launches(given, words) if words else of_head(given)
-    write(timelines, given.out / "memory_profile.json", ["memory", *given.words])
-    return timelines
-
-
-# --- command line --------------------------------------------------------------------------------
-
-
-def _parser() -> Parser:
-    parser = Parser("python -m megatron_fused_ce memory", __doc__ or "")
-    add = parser.add_argument
-    add("--out", type=Path, help="[build/memory_profile; with --draw the file's folder]")
-    add("--draw", type=Path, metavar="FILE", help="the table and the picture of a result again")
-    add("--host-time", action="store_true", help="do not wait for each kernel")
-    launches = parser.add_argument_group("a launch, after --")
-    add = launches.add_argument
-    add("--step", type=whole(), default=3, metavar="N", help="the step to record [3]")
-    ranks = whole(-(10**6), 10**6)
-    add("--rank", type=ranks, default=-1, metavar="R", help="the rank that records [-1: the last]")
-    add("--timeout", type=seconds, default=NO_LIMIT, metavar="S", help="of one launch")
-    head = parser.add_argument_group("the head alone")
-    add = head.add_argument
-    add("--shape", metavar="NAME", help="a model that the benchmark knows, such as llama-3-8b")
-    add("--tokens", type=whole(), default=8192)
-    add(
-        "--variants",
-        nargs="+",
-        default=["megatron-unfused", "auto"],
-        metavar="NAME",
-        help="megatron-unfused, -native, -te, or a strategy [megatron-unfused auto]",
-    )
-    return parser
-
-
-@command("memory")
+@cli.command("memory")
 def main(words: list[str]) -> int:
     own, launched = split_command(words)
-    given = _parser().parse_args(own)
-    given.words = words
+    parser = cli.Parser("python -m megatron_fused_ce memory", __doc__ or "")
+    add, ranks = parser.add_argument, cli.whole(-(10**6), 10**6)
+    add("--out", type=Path, help="[build/memory_profile; with --draw the file's folder]")
+    add("--draw", type=Path, metavar="FILE", help="the table and the picture of a result again")
+    add("--step", type=cli.whole(), default=3, metavar="N", help="the step to record [3]")
+    add("--rank", type=ranks, default=-1, metavar="R", help="the rank that records [-1: the last]")
+    add("--timeout", type=cli.seconds, default=cli.NO_LIMIT, metavar="S", help="of one launch")
+    given = parser.parse_args(own)
     import rich  # noqa: F401 - before a launch of minutes, whose table needs it
 
-    if given.draw is not None:
+    default = given.draw.parent if given.draw else Path("build/memory_profile")
+    given.out = cli.writable_folder(given.out or default)
+    if given.draw:
         timelines = read(given.draw)
-        out = writable_folder(given.out or given.draw.parent)
+    elif not launched:
+        raise UsageError("give a launch after --, or --draw FILE")
     else:
-        out = given.out = writable_folder(given.out or Path("build/memory_profile"))
-        if not given.host_time:
-            os.environ["CUDA_LAUNCH_BLOCKING"] = "1"  # read when CUDA starts
-        timelines = collect(given, launched)
-    report(timelines, out)
+        cli.require_gpus(otherwise="--draw FILE draws a profile that was made elsewhere")
+        os.environ.setdefault("CUDA_LAUNCH_BLOCKING", "1")
+        timelines = of_launches(given, launched)
+        write(timelines, given.out / "memory_profile.json", ["memory", *words])
+    report(timelines, given.out)
     return 0
 
 

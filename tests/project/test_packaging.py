@@ -287,7 +287,7 @@ def test_the_commands_run_from_elsewhere_on_a_cpu_without_triton(python, tmp_pat
     name = "2026-11-21-h200-memory-head-llama3-8b.json"
     shutil.copy(ROOT / "docs" / "benchmarks" / "results" / name, tmp_path / "profile.json")
     assert "at the peak" in command("memory --draw profile.json --out drawn").stdout
-    refused = command("memory --shape llama-3-8b", ok=False)
+    refused = command("memory -- torchrun pretrain_gpt.py", ok=False)
     assert refused.returncode == 2 and "needs a GPU" in refused.stderr
     sizes = "--device cpu --tokens 16 --hidden 8 --vocab 64 --chunks 1 --blocks 1 --sample-ms 0"
     assert "Recommended on this CPU:" in command(f"sweep {sizes} --strategies store --out swept").stdout

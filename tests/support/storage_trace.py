@@ -1,6 +1,6 @@
 """Snapshots in torch's format of what runs on a CPU: a recording of storages, for tests.
 
-`StorageRecording` has the interface of `memory_snapshots.Recording`. A storage is an allocation, made where
+`StorageRecording` has the interface of `memory.Recording`. A storage is an allocation, made where
 an operator returned the first tensor on it and freed when PyTorch frees it; its stack is Python's own. What
 an operator allocates and frees inside itself is not seen, nor is what is older than the step.
 """
@@ -11,8 +11,7 @@ import sys
 from typing import Any
 
 from megatron_fused_ce.scripts.lib import live_storages
-from megatron_fused_ce.scripts.runs import snapshots as memory_snapshots
-from megatron_fused_ce.scripts.runs.snapshots import now_us
+from megatron_fused_ce.scripts.runs.memory import Timeline, now_us, timeline_of
 
 
 class StorageRecording(live_storages.LiveStorages):
@@ -31,9 +30,9 @@ class StorageRecording(live_storages.LiveStorages):
     def mark(self, what: str) -> None:
         self.marks.append((now_us() - self._begin_us, what))
 
-    def end(self, name: str, num_logits: int) -> tuple[memory_snapshots.Timeline, dict[str, Any]]:
+    def end(self, name: str, num_logits: int) -> tuple[Timeline, dict[str, Any]]:
         self.__exit__(None, None, None)
-        timeline = memory_snapshots.timeline_of(
+        timeline = timeline_of(
             name, snapshot([], []), snapshot(self._blocks.values(), self._trace),
             begin_us=self._begin_us, num_logits=num_logits,
         )  # fmt: skip

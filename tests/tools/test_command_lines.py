@@ -126,7 +126,7 @@ HEAD = "megatron_fused_ce plan-head --hidden 4096 --vocab 128256"
         "megatron_fused_ce compare /dev/zero /dev/zero",
         "megatron_fused_ce compare / /",
         "megatron_fused_ce compare /proc/self/mem /dev/null",
-        "megatron_fused_ce memory --shape llama-3-8b --out /dev/null/x",
+        "megatron_fused_ce memory --out /dev/null/x -- torchrun x.py",
         "megatron_fused_ce sweep --tokens 64 --hidden 32 --vocab 64 --device cpu --out /dev/null/x",
         "scripts.bench --device cpu --dtype float32 --shapes tiny --out /dev/null/x.json",
         "scripts.demo --out /dev/null/x",

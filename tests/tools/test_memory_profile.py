@@ -15,10 +15,9 @@ import torch
 
 from megatron_fused_ce.scripts.lib import launches, results, runner
 from megatron_fused_ce.scripts.runs import memory as memory_profile
-from megatron_fused_ce.scripts.runs import snapshots as memory_snapshots
-from megatron_fused_ce.scripts.runs.snapshots import (
+from megatron_fused_ce.scripts.runs.memory import (
     BUFFERS,
-    CATEGORIES,
+    COLOURS,
     EMBEDDING,
     HEAD,
     INPUTS,
@@ -36,7 +35,7 @@ from megatron_fused_ce.scripts.runs.snapshots import (
 )
 from tests.support.commands import run_here
 from tests.support.megatron import CORE_0_19
-from tests.support.storage_trace import StorageRecording, snapshot
+from tests.support.storage_trace import snapshot
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -78,7 +77,6 @@ STACKS = [
     # A layer that is built is a weight, whatever file it is in.
     (WEIGHTS, f"{CORE}/transformer/mlp.py:__init__ megatron/training/training.py:get_model"),
     (WEIGHTS, f"{LINEAR}:__init__ pretrain_gpt.py:model_provider"),
-    (INPUTS, "scripts/bench/problem.py:__init__ scripts/runs/memory.py:of_head"),
     # Recomputed and native.
     (LAYERS, f"{LINEAR}:backward {CORE}/tensor_parallel/random.py:backward"),
     (LAYERS, f"torch/autograd/graph.py:_engine_run_backward {CORE}/tensor_parallel/random.py:backward"),
@@ -102,7 +100,7 @@ def test_every_rule_matches_a_function_that_exists():
         *(Path(package.__path__[0]) for package in (megatron.core, torch.optim)),
     ]
     files = [file for folder in folders for file in glob.iglob(f"{folder}/**/*.py", recursive=True)]
-    for category, file_pattern, function_pattern in memory_snapshots._RULES:
+    for category, file_pattern, function_pattern in memory_profile._RULES:
         if file_pattern.pattern.startswith("transformer_engine"):
             continue  # of GPUs alone
         named = [file for file in files if file_pattern.search(file)]
@@ -187,7 +185,7 @@ def test_a_step():
     assert timeline.peak() == (
         1000 + 70 + 300 + 5000 + 200,
         4000,
-        dict.fromkeys(CATEGORIES, 0) | {WEIGHTS: 1000, OTHER: 70, LAYERS: 300, HEAD: 5200},
+        dict.fromkeys(COLOURS, 0) | {WEIGHTS: 1000, OTHER: 70, LAYERS: 300, HEAD: 5200},
     )
     assert timeline.peak(HEAD)[0] == 5200 and timeline.peak(NATIVE)[:2] == (40, 7000)
     *_, (_, last) = timeline.states()
@@ -259,7 +257,7 @@ def test_columns_keep_spikes():
     assert width == 100 and len(columns) == 10
     assert [sum(column.values()) for column in columns] == [15] * 5 + [115] + [15] * 4
     assert max(sum(column.values()) for column in columns) == timeline.peak()[0]
-    assert Timeline("empty").columns(3)[1] == [dict.fromkeys(CATEGORIES, 0)] * 3
+    assert Timeline("empty").columns(3)[1] == [dict.fromkeys(COLOURS, 0)] * 3
 
 
 # --- a launch, a head ---------------------------------------------------------------------------
@@ -281,9 +279,8 @@ ON_CPU, NOTHING = (Path(__file__).with_name(name) for name in ("memory_on_cpu.py
 
 @pytest.fixture
 def no_gpu_asked_for(monkeypatch):
-    monkeypatch.setattr(memory_profile, "require_gpus", lambda **otherwise: None)
-    monkeypatch.setattr(memory_profile, "Recording", StorageRecording)
-    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "0")
+    monkeypatch.setattr(memory_profile.cli, "require_gpus", lambda **otherwise: None)
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
 
 
 def test_a_launch_is_made_off_and_on(no_gpu_asked_for, tmp_path, monkeypatch):
@@ -325,33 +322,10 @@ def test_logits_of_a_rank():
     assert runner.num_logits(args) == 64 * 256
 
 
-def test_the_head_alone(no_gpu_asked_for, tmp_path):
-    """Real stacks: storages on a CPU for the allocator's blocks on a GPU."""
-    pytest.importorskip("matplotlib")
-    words = ["--shape", "tiny", "--tokens", "64", "--out", tmp_path, "--variants"]
-    assert run_here(memory_profile.main, *words, "store", "recompute:16").returncode == 0
-    store, recompute = read(tmp_path / "memory_profile.json")
-    assert (store.name, recompute.name) == ("store", "recompute:16")
-    assert store.facts["what"] == "head of tiny, T = 64"
-    for timeline in (store, recompute):
-        assert timeline.unaccounted_bytes == 0
-        assert [what for _, what in timeline.marks] == ["forward", "backward", "end"]
-        assert not {name for *_, name in timeline.events} & {LAYERS, EMBEDDING, OPTIMIZER}
-        assert timeline.peak()[0] == timeline.allocator_peak_bytes
-    logits = 64 * 512 * 2
-    assert store.peak(HEAD)[0] > logits > recompute.peak(HEAD)[0] > logits / 4
-    files = {"memory_profile.json", "memory_profile.png", "store.pickle", "recompute-16.pickle"}
-    assert {file.name for file in tmp_path.iterdir()} == files
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ([], "give a launch after --"),
-        (["--shape", "llama-3-8b", "--", "torchrun", "x.py"], "not both"),
-        (["--shape", "huge"], "no model 'huge'"),
-        (["--shape", "tiny", "--variants", "fastest"], "strategy is 'fastest'"),
-        (["--shape", "tiny", "--variants", "megatron-te"], "needs a GPU"),
         (["--draw", "nowhere.json"], "nowhere.json: No such file"),
         (["--", "bash", "train.sh"], "give the launch itself"),
         (["--", "torchrun", "-m", "my.runner", __file__], "leave out -m my.runner"),
@@ -367,7 +341,7 @@ def test_bad_input_is_one_line_and_status_2(no_gpu_asked_for, tmp_path, monkeypa
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_recording_on_a_gpu():
-    recording = memory_snapshots.Recording()
+    recording = memory_profile.Recording()
     held = torch.ones(MIB // 4, device="cuda")
     recording.begin()
     peak = torch.cuda.memory_allocated()
@@ -428,4 +402,3 @@ def test_draw_makes_table_and_picture_again(tmp_path, monkeypatch):
     assert tops == sorted(tops) and tops[-1] == pytest.approx(off.peak()[0] / MIB)
     legend = [text.get_text() for text in figures[0].legends[0].get_texts()]
     assert legend == [HEAD, LAYERS, WEIGHTS], "what can be found in the picture"
-    assert set(memory_profile.COLOURS) == set(CATEGORIES)

@@ -34,7 +34,7 @@ reserved: 11000.00 | max reserved: 12000.00
 
 def test_log_as_megatron_writes_it():
     figures = megatron_logs.parse_logs([LOG])
-    assert figures.losses == {"lm loss": [5.537932], "mtp_1 loss": [5.123535], "validation loss": [5.4]}
+    assert figures.losses == {"lm loss": [5.537932], "mtp_1 loss": [5.123535], "lm loss validation": [5.4]}
     assert (figures.grad_norms, figures.iteration_times_ms) == ([2.586], [341.1])
     assert figures.max_allocated_mb == 10624.25
     counts = (figures.heads_fused, figures.logits_materialised, figures.heads_stock)
