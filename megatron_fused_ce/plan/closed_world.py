@@ -202,11 +202,8 @@ def ask_for_places(words: Sequence[str]) -> None:
     """``ValueError`` where an argument of effect has a place that its author left open, such as <SIZE>."""
     for name, value in stated(words).items():
         known = arguments().get(name)
-        if (
-            re.fullmatch(r"<[^<>]*>", value)
-            and known
-            and known.which.split()[0] in ("counted", "where", "as")
-        ):
+        matters = known and known.which.split()[0] in ("counted", "where", "as")
+        if known and matters and re.fullmatch(r"<[^<>]*>", value):
             raise ValueError(f"{known.option} is {value}, a place to fill: give {known.option}")
 
 
@@ -239,9 +236,7 @@ def judge(values: Mapping[str, str], given: Any, known: Collection[str], *, logg
             words = f"{option} {value}" if "v" in argument.options.values() else option
             judged.uncounted[option] = f"{words} is not counted"
         elif which == "bounded" and rest and given.num_experts:
-            judged.uncounted[option] = (
-                f"{option} with experts, which hold more in a resumed run, is not counted"
-            )
+            judged.uncounted[option] = f"{option}: resumed experts hold more than is counted"
         elif which == "bounded" and not (rest and given.use_distributed_optimizer):
             judged.bounded[option] = argument.why
         elif (

@@ -96,8 +96,10 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
 
 @command("plan")
 def main(words: list[str]) -> int:
-    """Plan the training that the arguments describe. Exit status 2, with one line, if they cannot be used, and
-    3 where there is no verdict."""
+    """Plan the training that the arguments describe.
+
+    Exit status 2, with one line, if they cannot be used, and 3 where there is no verdict.
+    """
     given = _parsed(words)
     try:
         result = plan_of(words)
@@ -190,10 +192,10 @@ def _parsed(words: Sequence[str], before: argparse.Namespace | None = None) -> a
     if others:
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     given.script_words, given.tokenizer = [], ""
-    script = re.fullmatch(
-        r"\s*(?:(?:ba|z)?sh\s+)?(\S+\.(?:sh|sbatch|slurm))\s(.*)", given.from_launch or "", re.DOTALL
-    )
-    if script and not re.search(r"\.py(\s|$)|\s-m\s", script[2]):
+    # A script with words of its own, and no wrapper of a command.
+    if script := re.fullmatch(
+        r"\s*(?:bash |sh )?\s*(\S+\.sh)\s((?!.*(\.py|-m)\b).*)", given.from_launch or ""
+    ):
         given.from_launch, given.script_words = script[1], shlex.split(script[2])
     return given
 

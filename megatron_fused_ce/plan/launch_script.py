@@ -124,7 +124,8 @@ def of_script(
 
     def follow(given: Mapping[str, str]) -> tuple[Reader, Command, int, list[_Missing], bool]:
         """What the script does, its launch, and what is not known of it, the number of ranks first."""
-        reader = Reader(given, folder, by_slurm, harmless, words)
+        reader = Reader(given, folder, by_slurm, harmless)
+        reader.values |= {"@": list(words)} if words else {}
         reader.read(text)
         if strange := set(given) - reader.names:
             there = ", ".join(sorted(reader.names)) or "none"
@@ -193,7 +194,7 @@ def _missing(words: Sequence[str], needed: Collection[str]) -> list[_Missing]:
         name, equals, _ = word.partition("=")
         option = name if equals else before if before.startswith("-") else ""
         for mark in unknowns(word):
-            several = word == unknown(mark) and (not option or _LIST.fullmatch(mark))
+            several = word == unknown(mark) and mark[0] != "<" and (not option or _LIST.fullmatch(mark))
             if option in needed or several or (word.startswith("--") and mark in unknowns(name)):
                 missing.append((mark, option if option in needed else ""))
     return missing
@@ -204,8 +205,9 @@ def _ask(missing: Sequence[_Missing], or_gpus: bool) -> None:
     besides = ", or --gpus" if or_gpus else ""
     names = dict.fromkeys(name.removesuffix("[@]") for name, _ in missing)
     if settable := list(filter(_NAME.fullmatch, names)):
-        several = " --set ".join(f"{name}=VALUE" for name in settable)
-        raise ValueError(f"no value is known for {', '.join(settable)}: give --set {several}{besides}")
+        several = [f"--set {name}=VALUE" for name in settable if not name.isdigit()]
+        several += ["'SCRIPT WORD ...', the words behind it"] * any(map(str.isdigit, settable))
+        raise ValueError(f"no value is known for {', '.join(settable)}: give {' '.join(several)}{besides}")
     for text, option in missing:
         where = f"{option} is {text}" if option else f"the arguments have {text}"
         instead = option or "its arguments in quotes"

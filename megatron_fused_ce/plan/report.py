@@ -140,7 +140,7 @@ def _ways_table(result: Result, explain: bool) -> Table:
     accept = [version < "0.18" or version == LAST_WITH_TE for version in result.versions]
     for way in result.advice.ways:
         asked = way.head.name == result.setting.training.fused_ce.strategy
-        if not (way.head.stock or (explain or asked) and not result.judged.no_effect):
+        if not (way.head.stock or ((explain or asked) and not result.judged.no_effect)):
             continue
         some = way.head.name == "te" and not (all(refuse) or all(accept))
         name = called(way) + (" (now)" if way is result.now else f" (to {LAST_WITH_TE})" if some else "")

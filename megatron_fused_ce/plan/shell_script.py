@@ -66,13 +66,10 @@ class Reader(shell_words.Words):
         folder: Path | None,
         values: Mapping[str, str],
         harmless: Callable[[Sequence[str]], bool] = lambda words: False,
-        arguments: Sequence[str] = (),
     ) -> None:
-        """``harmless`` words of a command line change nothing that is asked; ``arguments`` are the script's."""
+        """``harmless`` words of a command line change nothing that is asked."""
         super().__init__(given, values)
         self.folder, self.harmless = folder, harmless
-        if arguments:
-            self.values["@"] = list(arguments)
         self.found: list[Command] = []
         self.names: set[str] = set()  # of every variable
         self.notes: list[str] = []  # sentences about what was not followed
