@@ -83,7 +83,7 @@ FLOORS = (
     ("ranks",),
     ("losses",),
     ("planner",),
-    ("cli", "config", "kernels"),
+    ("cli", "config", "kernels", "reasons"),
 )
 
 
@@ -172,7 +172,6 @@ def test_only_the_front_doors_read_command_lines():
     }
     assert readers == {
         "megatron_fused_ce/adapter/arguments.py",
-        "megatron_fused_ce/adapter/training_arguments.py",
         "megatron_fused_ce/autoload.py",
         "megatron_fused_ce/cli/command_line.py",
         "megatron_fused_ce/plan/command.py",
@@ -191,7 +190,7 @@ def test_the_planner_knows_numbers_only():
 
 def test_the_plan_knows_numbers_only():
     """So does a plan of a whole training; of the adapter it knows the flags."""
-    assert ours(imports_of("plan")) == {"plan", "adapter", "cli", "config", "planner"}
+    assert ours(imports_of("plan")) == {"plan", "adapter", "cli", "config", "planner", "reasons"}
     assert {name for name in imports_of("plan") if ".adapter." in name} <= {
         f"megatron_fused_ce.adapter.arguments.{name}"
         for name in ("FLAG", "add_arguments", "config_from_args")

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 WIDTH = 100
 #: The moments of a step (peaks.MOMENTS), in short.
 PLACES = {"head": "the loss", "layers": "a layer", "step": "the optimizer"}
-#: The last version that takes Transformer Engine's loss (0.18.2's megatron/training/arguments.py refuses it).
+#: The last version whose pretrain_gpt.py takes Transformer Engine's loss (0.18.2's training/arguments.py
+#: refuses it; ModelParallelConfig, which Megatron-Bridge's recipes set, only warns).
 LAST_WITH_TE = "0.18.0"
 #: What a verdict is called in a table.
 VERDICTS = {"fits": "yes", "tight": "tight", "does not fit": "no", "over budget": "refused"}
@@ -143,7 +144,8 @@ def _ways_table(result: Result, explain: bool) -> Table:
         if not (way.head.stock or ((explain or asked) and not result.judged.no_effect)):
             continue
         some = way.head.name == "te" and not (all(refuse) or all(accept))
-        name = called(way) + (" (now)" if way is result.now else f" (to {LAST_WITH_TE})" if some else "")
+        until = f" (to {LAST_WITH_TE}, or Bridge)" if some else ""
+        name = called(way) + (" (now)" if way is result.now else until)
         cells = [name, gib(way.head.peak)]
         if not result.doubts:
             fits = "refused" if way.head.name == "te" and all(refuse) else VERDICTS[way.verdict]

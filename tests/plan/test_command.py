@@ -262,9 +262,10 @@ def test_the_heads_two_numbers_come_first_by_hand():
     )
     known, unknown = (head(token_weights_known=there) for there in (True, False))
     assert known.peak < unknown.peak and "grad_in_forward" in known.words
+    numbers = f"{before:.2f} → {unknown.peak / 2**30:.2f} GiB a GPU"
     assert text == (
-        f"The head (last stage), if the loss is Megatron's own: {before:.2f} → {unknown.peak / 2**30:.2f} GiB a "
-        "GPU. The whole: no verdict, --my-own is none of Megatron's arguments."
+        f"The head (last stage), if the loss is Megatron's own: {numbers}. The whole: no verdict, "
+        "--my-own is none of Megatron's arguments."
     )
 
 
@@ -446,7 +447,7 @@ def test_a_strategy_beyond_the_budget_says_so(capsys):
         ("0.18.0", "Engine  "),
         ("0.18.2", "refused"),
         ("0.19.0", "refused"),
-        ("", "(to 0.18.0)"),
+        ("", "(to 0.18.0, or Bridge)"),
     ],
 )
 def test_transformer_engines_loss_is_refused_after_0180(version, row, tmp_path, capsys):
