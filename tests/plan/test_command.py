@@ -237,7 +237,7 @@ def test_what_is_not_counted_takes_the_verdict(words, said):
     ],
 )
 def test_what_keeps_the_head_with_megatron_is_no_effect(words, why, capsys):
-    """The adapter's reasons, by argument; tests/megatron/test_adapter.py builds each."""
+    """The adapter's reasons, by argument; tests/megatron/test_stock_path.py builds each."""
     launch = ["--from-launch", f"pretrain_hybrid.py {TINY} --bf16 {words}"]
     if "hybrid-layer" not in words:
         launch[1] = launch[1].replace("_hybrid", "_gpt")
