@@ -208,16 +208,17 @@ def _short(result: Result) -> Iterator[Said]:
 
 def _why(result: Result) -> Iterator[Said]:
     setting, training, gpu = result.setting, result.setting.training, result.advice.gpu
-    before, after = result.advice.baseline, result.advice.recommended
-    if not result.doubts:
+    before, after, effect = result.advice.baseline, result.advice.recommended, not result.judged.no_effect
+    if effect and not result.doubts:
         before_at, after_at = (MOMENTS[way.estimate.bound.name] for way in (before, after))
         yield say("places", before=before_at, after=after_at)
         if before.longest or after.longest:
             yield say("longest", before=tokens(before.longest), after=tokens(after.longest))
-    yield say("how", words=after.head.words)
+    if effect:
+        yield say("how", words=after.head.words)
     shape = (setting.num_tokens, setting.model.hidden_size, setting.vocab_rows)
     here = shape == MEASURED_AT and setting.parallel.tensor == 1 and training.dtype == "bfloat16"
-    if here and gpu.exp_serves and before.head.name in MEASURED_MS:
+    if effect and here and gpu.exp_serves and before.head.name in MEASURED_MS:
         times = {"flag": MEASURED_MS["flag"], "now": MEASURED_MS[before.head.name]}
         yield say("times", source=MEASURED_IN, **times)
     yield say(

@@ -36,6 +36,7 @@ def as_dictionary(result: Result) -> dict[str, Any]:
         "decision": result.decision,
         "doubts": result.doubts,
         "uncounted": result.judged.uncounted,
+        "no_effect": result.judged.no_effect,
         "bounded": result.judged.bounded,
         "measured": result.measured,
         "sentences": dict(sentences(result, explain=True)),
@@ -54,6 +55,7 @@ def as_dictionary(result: Result) -> dict[str, Any]:
         "ways": {way.head.name: _way(way) for way in advice.ways},
         "baseline": advice.baseline.head.name,
         "recommended": _way(advice.recommended),
+        "largest_head": advice.largest_head,
         "saved": advice.saved,
         "saved_of_peak": advice.saved / advice.baseline.peak,
         "notes": result.notes,
@@ -123,7 +125,7 @@ def _table(title: str, *columns: str) -> Table:
 
 def _tables(result: Result, explain: bool) -> Iterator[Table]:
     yield _ways_table(result, explain)
-    if explain and not result.doubts:
+    if explain and not (result.doubts or result.judged.no_effect):
         yield _static_table(result.setting)
         yield _moments_table("Without the flag", result.advice.baseline)
         yield _moments_table("With the flag", result.advice.recommended)

@@ -247,6 +247,11 @@ def test_what_keeps_the_head_with_megatron_is_no_effect(words, why, capsys):
     assert why in out and ("No effect" in out) == bool(why) == ("--fused-chunked-ce," not in out)
     assert status == (0 if why or words.startswith("--tensor") else 3)
     assert (plan_of(launch).decision == "no effect") == bool(why)
+    command.main([*launch, "--explain"])
+    assert ("The flag would run as" in capsys.readouterr().out) == (not why)
+    command.main([*launch, "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert why in found["no_effect"] and found["largest_head"] > 0
 
 
 def test_the_heads_two_numbers_come_first_by_hand():
