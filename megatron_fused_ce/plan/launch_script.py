@@ -178,15 +178,13 @@ def _the_launch(found: Sequence[Command], known: Collection[str]) -> tuple[Comma
         if place is not None and any(name in known or unknowns(name) for name in names):
             launches[tuple(command.words)] = command, place
     if not launches:
-        others = dict.fromkeys(word for command in found for word in command.words if word.endswith(".sh"))
-        instead = (
-            f"give {readable(next(iter(others)))}, which it starts, in quotes with its words, or "
-            if others
-            else "give "
+        scripts = [readable(word) for command in found for word in command.words if word.endswith(".sh")]
+        started = "".join(
+            f"{script}, which it starts, in quotes with its words, or " for script in scripts[:1]
         )
         raise ValueError(
-            f"no command launches a .py script with Megatron's arguments: {instead}the arguments in quotes, or "
-            "the log of a run by --from-log"
+            f"no command launches a .py script with Megatron's arguments: give {started}the arguments in "
+            "quotes, or the log of a run by --from-log"
         )
     if len(launches) > 1:
         scripts = ", ".join(readable(command.words[place]) for command, place in launches.values())
