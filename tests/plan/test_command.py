@@ -559,6 +559,11 @@ def test_what_a_script_lacks_is_asked_for_and_what_it_has_not_is_an_error(tmp_pa
     assert f"{script}: no value is known for S: give --set S=VALUE" in capsys.readouterr().err
     for answer in (["--set", "S=64"], ["--seq-length", "64"]):
         assert setting_of([*plan, *answer]).training.sequence == 64
+    # Two that are given otherwise, at the end.
+    last = tmp_path / "last.sh"
+    last.write_text(f"python pretrain_gpt.py {TINY} --micro-batch-size=$(cat b) --seq-length $(cat seq)\n")
+    words = ["--from-launch", str(last), "--seq-length", "64", "--micro-batch-size", "2"]
+    assert setting_of(words).training.micro_batch == 2
     notes = plan_of([*plan, "--seq-length", "64", "--tp", "2"]).notes
     assert notes[0].startswith("The number of GPUs is not known, since no launcher is named: planned for the")
     assert "the parallel sizes take, 2; or give --gpus" in notes[0]
