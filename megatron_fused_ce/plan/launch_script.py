@@ -178,10 +178,8 @@ def _the_launch(found: Sequence[Command], known: Collection[str]) -> tuple[Comma
         if place is not None and any(name in known or unknowns(name) for name in names):
             launches[tuple(command.words)] = command, place
     if not launches:
-        scripts = [readable(word) for command in found for word in command.words if word.endswith(".sh")]
-        started = "".join(
-            f"{script}, which it starts, in quotes with its words, or " for script in scripts[:1]
-        )
+        others = [readable(word) for command in found for word in command.words if word.endswith(".sh")][:1]
+        started = "".join(f"{other}, which it starts, in quotes with its words, or " for other in others)
         raise ValueError(
             f"no command launches a .py script with Megatron's arguments: give {started}the arguments in "
             "quotes, or the log of a run by --from-log"
