@@ -191,7 +191,7 @@ def test_the_planner_knows_numbers_only():
 
 def test_the_plan_knows_numbers_only():
     """So does a plan of a whole training; of the adapter it knows the flags."""
-    assert ours(imports_of("plan")) == {"plan", "adapter", "cli", "config", "planner"}
+    assert ours(imports_of("plan")) == {"plan", "adapter", "cli", "config", "planner", "reasons"}
     assert {name for name in imports_of("plan") if ".adapter." in name} <= {
         f"megatron_fused_ce.adapter.arguments.{name}"
         for name in ("FLAG", "add_arguments", "config_from_args")

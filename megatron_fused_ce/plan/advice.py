@@ -81,6 +81,7 @@ class Advice:
     ways: tuple[Way, ...]
     baseline: Way
     recommended: Way  # the plugin with the recommended flags
+    largest_head: int  # bytes of the flag's, with token weights that the forward knows or without
 
     def way(self, name: str) -> Way:
         return next(way for way in self.ways if way.head.name == name)
@@ -114,7 +115,11 @@ def advise(setting: Setting, gpu: Gpu, baseline: str = "unfused") -> Advice:
     asked = ours[setting.training.fused_ce.strategy]
     if asked.head.over_budget:
         raise ValueError(asked.head.over_budget)
-    advice = Advice(gpu, (*stock.values(), *ours.values()), stock[baseline], asked)
+    # A head whose token weights are not known in the forward runs no grad_in_forward.
+    strategy = setting.training.fused_ce.strategy.replace("grad_in_forward", "auto")
+    other = plugin_head(setting, gpu.device, strategy, exp_serves=gpu.exp_serves, token_weights_known=False)
+    ways, largest = (*stock.values(), *ours.values()), max(asked.head.peak, other.peak)
+    advice = Advice(gpu, ways, stock[baseline], asked, largest)
     if asked.verdict != "does not fit" or asked.estimate.bound.name != "head":
         return advice
     # The budget that leaves the head's moment at what is usable; the smallest plan may need another.

@@ -30,7 +30,9 @@ SENTENCES = {
     "either": "It fits either way; {flags} saves {saved} GiB ({part}): peak {after}, {before} without.",
     "leave out": "Leave it out: peak {before} GiB a GPU without {flags}, {after} with it; {usable} usable.",
     "does not fit": "Not enough memory: {before} GiB a GPU without {flags}, {after} with; {usable} usable.",
-    "no verdict": "No verdict: {why}; the head alone: {before} → {after} GiB.",
+    "no verdict": "The head (last stage), if the loss is Megatron's own: {before} → {after} GiB a GPU. The "
+    "whole: no verdict, {why}.",
+    "no effect": "No effect: the head stays on Megatron's own path: {why}.",
     # Behind it, in short.
     "setting": "{model}: {billions} B parameters, {sequence} tokens a sequence, {dtype}, on {gpus} x "
     "{gpu}: {over}.",
@@ -122,6 +124,8 @@ class Result:
 
     @property
     def decision(self) -> str:
+        if self.judged.no_effect:
+            return "no effect"
         return "no verdict" if self.doubts else self.advice.decision
 
 
@@ -145,9 +149,11 @@ def _answer(result: Result) -> Said:
     advice, launch = result.advice, result.launch
     before, after = advice.baseline, advice.recommended
     flags = after.head.flags if advice.decision in ("use", "needed", "either") else FLAG
-    if result.doubts:
-        before_head, after_head = gib(before.head.peak), gib(after.head.peak)
-        said = say("no verdict", why="; ".join(result.doubts), before=before_head, after=after_head)
+    if result.judged.no_effect:
+        said = say("no effect", why=result.judged.no_effect)
+    elif result.doubts:
+        heads = {"before": gib(before.head.peak), "after": gib(advice.largest_head)}
+        said = say("no verdict", why="; ".join(result.doubts), **heads)
     else:
         values = {"before": gib(before.peak), "after": gib(after.peak), "usable": gib(advice.gpu.usable)}
         share = advice.saved / before.peak
@@ -176,7 +182,9 @@ def _short(result: Result) -> Iterator[Said]:
         yield say("vouched", names=", ".join(result.judged.vouched))
     uncounted = result.judged.uncounted
     # A name that is misspelt is not to be vouched for.
-    if vouchable := [name for name, clause in uncounted.items() if "did you mean" not in clause]:
+    mends = ("did you mean", "give --gpus")
+    vouchable = [name for name, clause in uncounted.items() if not any(word in clause for word in mends)]
+    if vouchable and not result.judged.no_effect:
         names = [name if clause == name + UNKNOWN else clause for name, clause in uncounted.items()]
         yield say("vouch", name=vouchable[0].lstrip("-"), clauses="; ".join(names))
     for name, clause in result.judged.bounded.items():
@@ -187,7 +195,7 @@ def _short(result: Result) -> Iterator[Said]:
         yield say("measured alone", measured=gib(result.measured))
     elif launch and launch.measured_bytes and not launch.as_logged:
         yield say("measured before", measured=gib(launch.measured_bytes))
-    for way in () if result.doubts else (advice.baseline, advice.recommended):
+    for way in () if result.doubts or result.judged.no_effect else (advice.baseline, advice.recommended):
         if way.verdict == "tight":
             left, largest = gib(advice.gpu.usable - way.peak), gib(way.head.largest)
             yield say("tight", part=TIGHT, sum=gib(way.peak), left=left, largest=largest)
@@ -200,16 +208,17 @@ def _short(result: Result) -> Iterator[Said]:
 
 def _why(result: Result) -> Iterator[Said]:
     setting, training, gpu = result.setting, result.setting.training, result.advice.gpu
-    before, after = result.advice.baseline, result.advice.recommended
-    if not result.doubts:
+    before, after, effect = result.advice.baseline, result.advice.recommended, not result.judged.no_effect
+    if effect and not result.doubts:
         before_at, after_at = (MOMENTS[way.estimate.bound.name] for way in (before, after))
         yield say("places", before=before_at, after=after_at)
         if before.longest or after.longest:
             yield say("longest", before=tokens(before.longest), after=tokens(after.longest))
-    yield say("how", words=after.head.words)
+    if effect:
+        yield say("how", words=after.head.words)
     shape = (setting.num_tokens, setting.model.hidden_size, setting.vocab_rows)
     here = shape == MEASURED_AT and setting.parallel.tensor == 1 and training.dtype == "bfloat16"
-    if here and gpu.exp_serves and before.head.name in MEASURED_MS:
+    if effect and here and gpu.exp_serves and before.head.name in MEASURED_MS:
         times = {"flag": MEASURED_MS["flag"], "now": MEASURED_MS[before.head.name]}
         yield say("times", source=MEASURED_IN, **times)
     yield say(

@@ -10,7 +10,8 @@ class              meaning
 ``none``           no effect on a GPU's peak: where Megatron reads it, or what it belongs to
 ``where A or B``   no effect where one of these holds (:data:`CONDITIONS`)
 ``as NAME``        no effect where it is as large as another argument, as Megatron sets it
-``bounded``        the verdict has to hold with the most that it may add as well (:func:`most`)
+``bounded``        the verdict has to hold with the most that it may add as well (:func:`most`); ``bounded
+                   moments``: of a resumed run without experts and without the distributed optimizer
 ``derived``        only a log has it; it follows from others
 ``log``            sizes come from elsewhere, and a log has them
 ``-``              may change memory: no verdict, unless ``--ignore`` vouches for it
@@ -30,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fused_ce.plan.setting import Setting
+from megatron_fused_ce.reasons import BY_ARGUMENT
 
 
 def flash_attention(given: Any) -> bool:
@@ -113,6 +115,7 @@ class Judged:
     uncounted: dict[str, str] = field(default_factory=dict)
     bounded: dict[str, str] = field(default_factory=dict)
     vouched: tuple[str, ...] = ()  # what the user vouched for
+    no_effect: str = ""  # why the head stays on Megatron's own path
 
     @property
     def clauses(self) -> list[str]:
@@ -199,7 +202,8 @@ def ask_for_places(words: Sequence[str]) -> None:
     """``ValueError`` where an argument of effect has a place that its author left open, such as <SIZE>."""
     for name, value in stated(words).items():
         known = arguments().get(name)
-        if re.fullmatch(r"<[^<>]*>", value) and known and known.which != "none":
+        matters = known and known.which.split()[0] in ("counted", "where", "as")
+        if known and matters and re.fullmatch(r"<[^<>]*>", value):
             raise ValueError(f"{known.option} is {value}, a place to fill: give {known.option}")
 
 
@@ -231,7 +235,9 @@ def judge(values: Mapping[str, str], given: Any, known: Collection[str], *, logg
         if which == "counted" and rest and not any(map(plain.startswith, rest.lower().split())):
             words = f"{option} {value}" if "v" in argument.options.values() else option
             judged.uncounted[option] = f"{words} is not counted"
-        elif which == "bounded" and not given.use_distributed_optimizer:
+        elif which == "bounded" and rest and given.num_experts:
+            judged.uncounted[option] = f"{option}: resumed experts hold more than is counted"
+        elif which == "bounded" and not (rest and given.use_distributed_optimizer):
             judged.bounded[option] = argument.why
         elif (
             which == "-"
@@ -243,6 +249,23 @@ def judge(values: Mapping[str, str], given: Any, known: Collection[str], *, logg
     if given.num_experts:
         judged.bounded["experts"] = f"the verdict holds for up to {MOST_LOAD} times an even spread of tokens"
     return judged
+
+
+def why_no_effect(values: Mapping[str, str], given: Any, hybrid: bool) -> str:
+    """The reason of an argument that keeps the head on Megatron's own path; empty if none does."""
+    stated = {name: _plain(values.get(name, "")) for name in BY_ARGUMENT}
+    stated = {name: value for name, value in stated.items() if value not in ("", "none", "false", "0.0")}
+    shards, dtype = stated.get("tensor_parallel_num_weight_shards"), stated.get("logit_dtype")
+    ours = ("bf16", "bfloat16") if given.bf16 else ("fp16", "float16") if given.fp16 else ()
+    #: of those with a condition, whether the head is fused all the same
+    spared = {
+        "tensor_parallel_num_weight_shards": shards == str(float(given.tensor_model_parallel_size)),
+        "fp8_output_proj": hybrid,
+        "logit_dtype": dtype in ("fp32", "float32", *ours),
+        # ModelOpt's set-up may join the heads of student and teacher.
+        **dict.fromkeys(("modelopt_enabled", "export_kd_teacher_load"), "export_kd_teacher_load" in stated),
+    }
+    return next((BY_ARGUMENT[name].format(dtype) for name in stated if not spared.get(name)), "")
 
 
 def _foreign(name: str, known: Collection[str]) -> str:
@@ -266,6 +289,7 @@ def most(setting: Setting, bounded: Collection[str]) -> Setting:
     model, training = setting.model, setting.training
     if model.mixture and "experts" in bounded:
         model = replace(model, mixture=replace(model.mixture, load=MOST_LOAD))
-    if set(bounded) - {"experts"}:
+    if "--load" in bounded or "--pretrained-checkpoint" in bounded:
         training = replace(training, state_bytes=training.state_bytes + LOADED_BYTES)
-    return replace(setting, model=model, training=training)
+    mask = training.micro_batch * training.sequence**2 * ("--reset-attention-mask" in bounded)
+    return replace(setting, model=model, training=training, beside=setting.beside + mask)

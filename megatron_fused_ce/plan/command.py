@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -16,10 +17,13 @@ from megatron_fused_ce.plan import closed_world, launch_script, megatron_argumen
 from megatron_fused_ce.plan.advice import Gpu, advise
 from megatron_fused_ce.plan.answer import GIB, OFF, Result
 from megatron_fused_ce.plan.closed_world import Judged
+from megatron_fused_ce.plan.heads import STOCK_PATHS
 from megatron_fused_ce.plan.launch_script import TrainingLaunch
 from megatron_fused_ce.plan.named_models import MODELS, known_name
 from megatron_fused_ce.plan.setting import Setting
 
+#: Exit status where there is no verdict, as of ``compare``.
+NO_VERDICT = 3
 #: No machine of today has as much.
 MOST_RANKS, MOST_GIB = 10**6, 10**6
 MOST_SCRIPT_BYTES, MOST_LOG_BYTES = 2**20, 2**28
@@ -40,6 +44,8 @@ HELP = """Predict what a training holds on a GPU with each way of computing the 
 python -m megatron_fused_ce plan --model llama-3-8b --gpus 8 --tp 4 --sequence-parallel --seq-length 32768
 python -m megatron_fused_ce plan --from-launch scripts/examples/llama3_8b.sh
 python -m megatron_fused_ce plan --from-launch "pretrain_gpt.py --num-layers 32 ..." --gpus 8
+
+Exit status: 0, 2 (the arguments cannot be used; one line says why), 3 (no verdict).
 """
 
 
@@ -67,11 +73,13 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--model", metavar="NAME", help=f"one of {', '.join(MODELS)}")
     what.add_argument("--from-log", type=Path, metavar="FILE", help="a log that Megatron wrote")
     what.add_argument(
-        "--from-launch", metavar="FILE|ARGS", help="a launch's shell script, or its arguments in quotes"
+        "--from-launch",
+        metavar="FILE|ARGS",
+        help="a launch's shell script (in quotes with its own words), or its arguments in quotes",
     )
     add = parser.add_argument
     add("--set", action="append", default=[], metavar="NAME=VALUE",
-        help="a variable that the script does not set itself; repeatable")  # fmt: skip
+        help="a variable that the script does not set itself, or by default; repeatable")  # fmt: skip
     add("--gpus", type=whole(most=MOST_RANKS), metavar="N",
         help="of the whole run [the launch's, or the fewest]")  # fmt: skip
     add("--ignore", action="append", default=[], metavar="NAME",
@@ -88,7 +96,10 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
 
 @command("plan")
 def main(words: list[str]) -> int:
-    """Plan the training that the arguments describe. Exit status 2, with one line, if they cannot be used."""
+    """Plan the training that the arguments describe.
+
+    Exit status 2, with one line, if they cannot be used, and 3 where there is no verdict.
+    """
     given = _parsed(words)
     try:
         result = plan_of(words)
@@ -96,6 +107,7 @@ def main(words: list[str]) -> int:
             print(json.dumps(report.as_dictionary(result), indent=1))
         else:
             report.show(result, given.explain)
+        return NO_VERDICT if result.decision == "no verdict" else 0
     except BrokenPipeError:
         raise
     except ImportError as error:
@@ -106,7 +118,6 @@ def main(words: list[str]) -> int:
         raise UsageError(f"{error.filename}: {error.strerror}" if error.filename else error) from None
     except ValueError as error:
         raise UsageError(error) from None
-    return 0
 
 
 def setting_of(words: Sequence[str]) -> Setting:
@@ -127,7 +138,8 @@ def plan_of(words: Sequence[str]) -> Result:
     """
     given, setting, launch, notes, judged = _read(words)
     gpu = _gpu(given)
-    baseline = given.cross_entropy_fusion_impl if given.cross_entropy_loss_fusion else "unfused"
+    known = given.cross_entropy_loss_fusion and given.cross_entropy_fusion_impl in STOCK_PATHS
+    baseline = given.cross_entropy_fusion_impl if known else "unfused"
     name = given.model or given.from_log or given.from_launch or "--"
     result = Result(
         "the launch" if _is_launch(str(name)) else Path(name).name, setting, advise(setting, gpu, baseline),
@@ -179,6 +191,12 @@ def _parsed(words: Sequence[str], before: argparse.Namespace | None = None) -> a
         )
     if others:
         parser.error(f"unrecognized arguments: {' '.join(others)}")
+    given.script_words, given.tokenizer = [], ""
+    # A script with words of its own, and no wrapper of a command.
+    if script := re.fullmatch(
+        r"\s*(?:bash |sh )?\s*(\S+\.sh)\s((?!.*(\.py|-m)\b).*)", given.from_launch or ""
+    ):
+        given.from_launch, given.script_words = script[1], shlex.split(script[2])
     return given
 
 
@@ -208,17 +226,20 @@ def _read(
     if launch is None:
         return given, megatron_arguments.setting_of(given, gpus), None, [], closed_world.judge({}, given, ())
     judged = _judged(launch, given, own)
+    given.tokenizer = (launch.logged or closed_world.stated(launch.arguments)).get("tokenizer_model", "")
     same = all(vars(given)[name] == value for name, value in as_launched.items())
     launch = replace(launch, as_logged=same and gpus in (None, launch.gpus))
     gpus, notes = gpus or launch.gpus, list(launch.notes)
     try:
         setting = megatron_arguments.setting_of(given, gpus, launch.program)
-    except ValueError:
+    except ValueError as error:
+        if given.gpus is None and "give --gpus" in str(error):
+            judged.uncounted["--gpus"], gpus = str(error), None
         if not judged.uncounted:
             raise
         # Of a model that cannot be planned the head still can.
         setting = megatron_arguments.setting_of(megatron_arguments.head_alone(given), gpus)
-    if not gpus:
+    if not (given.gpus or launch.gpus):
         fewest = f"planned for the fewest that the parallel sizes take, {setting.parallel.gpus}"
         notes.insert(0, f"The number of GPUs is not known, {launch.no_gpus}: {fewest}; or give --gpus.")
     return given, setting, launch, notes, judged
@@ -249,7 +270,9 @@ def _launch(
         answered = {name for names in options if named & set(names) for name in names}
         values = dict(assignment.split("=", 1) for assignment in given.set)
         script = read_text(Path(file), MOST_SCRIPT_BYTES)
-        return launch_script.of_script(script, values, known, answered, Path(file).parent, given.gpus is None)
+        return launch_script.of_script(
+            script, values, known, answered, Path(file).parent, given.gpus is None, given.script_words
+        )
     except UsageError:
         raise
     except ValueError as error:
@@ -275,7 +298,8 @@ def _judged(launch: TrainingLaunch, given: argparse.Namespace, own: Parser) -> J
         names = ", ".join(uncounted) or "all of it is"
         wrong = next(name for plain, name in vouched.items() if plain in unknown)
         raise ValueError(f"--ignore {wrong} vouches for nothing here; not counted: {names}")
-    return Judged(left, judged.bounded, tuple(name for name in uncounted if name not in left))
+    why = closed_world.why_no_effect(values, given, megatron_arguments.is_hybrid(given, program))
+    return Judged(left, judged.bounded, tuple(name for name in uncounted if name not in left), why)
 
 
 def _plain(name: str) -> str:

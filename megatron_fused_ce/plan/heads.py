@@ -72,7 +72,13 @@ def stock_head(setting: Setting, name: str) -> HeadMemory:
 
 
 def plugin_head(
-    setting: Setting, device: str, strategy: str, *, exp_serves: bool, memory_mb: int | None = None
+    setting: Setting,
+    device: str,
+    strategy: str,
+    *,
+    exp_serves: bool,
+    memory_mb: int | None = None,
+    token_weights_known: bool = True,
 ) -> HeadMemory:
     """One strategy, as a launch with these flags would plan it.
 
@@ -102,7 +108,7 @@ def plugin_head(
         num_parts=parallel.sequence_parts,
         tp_size=parallel.tensor,
         wgrad_accumulator=accumulator if training.gradient_fusion else "returned",
-        token_weights_known=True,
+        token_weights_known=token_weights_known,
         logits_backend="scaled_exp" if exp else "gemm_rows",
         device=device,
         uses_in_flight=1 + model.mtp_num_layers,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
@@ -22,6 +23,8 @@ _ADDS_WORDS = ("xargs", "parallel")
 _LIST = re.compile(r".*\[@\]|.*(?:ARGS|OPTIONS|OPTS|FLAGS|PARAMS).*|[@*]", re.IGNORECASE)
 _NAME = re.compile(r"\w+|@")
 _NODES = ("-N", "--nodes")
+#: What is not known, a variable or a text, and the argument that needs it.
+_Missing = tuple[str, str]
 #: Of each program that starts ranks: ways to count them, each a product of options, with what is the case
 #: where one is not given (None: only the machine knows).
 _Ways = Sequence[Mapping[tuple[str, ...], int | None]]
@@ -97,6 +100,7 @@ def of_script(
     answered: Collection[str] = (),
     folder: Path | None = None,
     count_gpus: bool = True,
+    words: Sequence[str] = (),
 ) -> TrainingLaunch:
     """The launch that a script makes.
 
@@ -106,6 +110,7 @@ def of_script(
         answered: those that are given otherwise.
         folder: the script's folder, for scripts that it sources or starts.
         count_gpus: whether the launcher's number of ranks matters.
+        words: the script's own arguments.
 
     Raises:
         ImportError: the parser of bash is not installed.
@@ -116,30 +121,46 @@ def of_script(
     lines = re.findall(r"^#SBATCH\s+(.*)", text, re.MULTILINE)
     slurm = [word for line in lines for word in shlex.split(line, comments=True)]
     by_slurm = {name: value for name, options in _SLURM.items() if (value := _value_of(options, slurm))}
-    reader = Reader(given, folder, by_slurm, harmless)
-    reader.read(text)
-    if strange := set(given) - reader.names:
-        raise ValueError(
-            f"--set {', '.join(sorted(strange))}: the script has no such variable; there are "
-            f"{', '.join(sorted(reader.names)) or 'none'}"
-        )
-    (words, values, _), place = _the_launch(reader.found, known)
-    name, options = _launcher(words[:place])
-    ranks = [option for way in _LAUNCHERS.get(name, ()) for names in way for option in names]
-    of_launcher = _missing(options, ranks) if count_gpus else []
-    _ask([*of_launcher, *_missing(words[place + 1 :], set(known) - set(answered))], bool(of_launcher))
+
+    def follow(given: Mapping[str, str]) -> tuple[Reader, Command, int, list[_Missing], bool]:
+        """What the script does, its launch, and what is not known of it, the number of ranks first."""
+        reader = Reader(given, folder, by_slurm, harmless)
+        reader.values |= {"@": list(words)} if words else {}
+        reader.read(text)
+        if strange := set(given) - reader.names:
+            there = ", ".join(sorted(reader.names)) or "none"
+            names = ", ".join(sorted(strange))
+            raise ValueError(f"--set {names}: the script has no such variable; there are {there}")
+        launch, place = _the_launch(reader.found, known)
+        name, options = _launcher(launch.words[:place])
+        ranks = [option for way in _LAUNCHERS.get(name, ()) for names in way for option in names]
+        of_launcher = _missing(options, ranks) if count_gpus else []
+        others = _missing(launch.words[place + 1 :], set(known) - set(answered))
+        return reader, launch, place, [*of_launcher, *others], bool(of_launcher)
+
+    reader, command, place, missing, or_gpus = follow(given)
+    _ask(missing, or_gpus)
     notes = [
         f"{mark} may give arguments, which are not counted."
-        for mark in unknowns(" ".join(words[place:]))
+        for mark in unknowns(" ".join(command.words[place:]))
         if "--" in mark
     ]
+    if decide := reader.defaults:
+        # Those that would be asked for if the script had no default.
+        with contextlib.suppress(ValueError):
+            asked = follow({**{name: unknown(name) for name in decide}, **given})[3]
+            decide = {name: decide[name] for name in decide if name in (mark for mark, _ in asked)}
+    if told := ", ".join(f"{name}={value}" for name, value in decide.items()):
+        notes.append(f"Defaults taken from the script: {told}; --set NAME=VALUE gives another.")
     # Values on the plan's command line stand for those that only the launch knows.
-    for index in range(len(words) - 1, place, -1):
-        option, equals, _ = words[index].partition("=")
-        if unknowns(words[index]) and (option if equals else words[index - 1]) in answered:
-            del words[index - (not equals) : index + 1]
-    launch = _launch([readable(word) for word in words], place, slurm, count_gpus)
-    texts = {name: readable(value) for name, value in values.items() if isinstance(value, str)}
+    dropped: set[int] = set()
+    for index, word in list(enumerate(command.words))[place + 1 :]:
+        option, equals, _ = word.partition("=")
+        if unknowns(word) and (option if equals else command.words[index - 1]) in answered:
+            dropped |= {index, index if equals else index - 1}
+    left = [readable(word) for index, word in enumerate(command.words) if index not in dropped]
+    launch = _launch(left, place, slurm, count_gpus)
+    texts = {name: readable(value) for name, value in command.values.items() if isinstance(value, str)}
     return replace(
         launch,
         notes=(*reader.notes, *notes),
@@ -157,7 +178,12 @@ def _the_launch(found: Sequence[Command], known: Collection[str]) -> tuple[Comma
         if place is not None and any(name in known or unknowns(name) for name in names):
             launches[tuple(command.words)] = command, place
     if not launches:
-        raise ValueError("no command launches a .py script with Megatron's arguments")
+        others = [readable(word) for command in found for word in command.words if word.endswith(".sh")][:1]
+        started = "".join(f"{other}, which it starts, in quotes with its words, or " for other in others)
+        raise ValueError(
+            f"no command launches a .py script with Megatron's arguments: give {started}the arguments in "
+            "quotes, or the log of a run by --from-log"
+        )
     if len(launches) > 1:
         scripts = ", ".join(readable(command.words[place]) for command, place in launches.values())
         why = next((command.why for command, _ in launches.values() if command.why), "")
@@ -166,26 +192,27 @@ def _the_launch(found: Sequence[Command], known: Collection[str]) -> tuple[Comma
     return launches.popitem()[1]
 
 
-def _missing(words: Sequence[str], needed: Collection[str]) -> list[tuple[str, str]]:
-    """What is not known of arguments that are needed: a variable or a text, and the argument."""
+def _missing(words: Sequence[str], needed: Collection[str]) -> list[_Missing]:
+    """What is not known of arguments that are needed."""
     missing = []
     for before, word in zip(("", *words), words, strict=False):
         name, equals, _ = word.partition("=")
         option = name if equals else before if before.startswith("-") else ""
         for mark in unknowns(word):
-            several = word == unknown(mark) and (not option or _LIST.fullmatch(mark))
-            if option in needed or several:
+            several = word == unknown(mark) and mark[0] != "<" and (not option or _LIST.fullmatch(mark))
+            if option in needed or several or (word.startswith("--") and mark in unknowns(name)):
                 missing.append((mark, option if option in needed else ""))
     return missing
 
 
-def _ask(missing: Sequence[tuple[str, str]], or_gpus: bool) -> None:
-    """``ValueError`` that names what is missing: a variable or a text, each with its argument."""
+def _ask(missing: Sequence[_Missing], or_gpus: bool) -> None:
+    """``ValueError`` that names what is missing."""
     besides = ", or --gpus" if or_gpus else ""
     names = dict.fromkeys(name.removesuffix("[@]") for name, _ in missing)
     if settable := list(filter(_NAME.fullmatch, names)):
-        several = " --set ".join(f"{name}=VALUE" for name in settable)
-        raise ValueError(f"no value is known for {', '.join(settable)}: give --set {several}{besides}")
+        several = [f"--set {name}=VALUE" for name in settable if not name.isdigit()]
+        several += ["'SCRIPT WORD ...', the words behind it"] * any(map(str.isdigit, settable))
+        raise ValueError(f"no value is known for {', '.join(settable)}: give {' '.join(several)}{besides}")
     for text, option in missing:
         where = f"{option} is {text}" if option else f"the arguments have {text}"
         instead = option or "its arguments in quotes"

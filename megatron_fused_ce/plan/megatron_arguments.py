@@ -14,6 +14,7 @@ from typing import Any
 from megatron_fused_ce.adapter.arguments import config_from_args
 from megatron_fused_ce.cli.command_line import number, whole
 from megatron_fused_ce.plan.closed_world import arguments, flash_attention
+from megatron_fused_ce.plan.named_models import vocabulary_of
 from megatron_fused_ce.plan.setting import (
     RECOMPUTE_MODULES,
     DecoderSizes,
@@ -145,6 +146,9 @@ def unsure(given: argparse.Namespace) -> dict[str, str]:
     width = given.kv_channels or (given.hidden_size or 0) // (given.num_attention_heads or 1)
     if flash_attention(given) and width > LARGEST_FLASH_HEAD:
         found["--kv-channels"] = f"heads of {width}, which flash attention may not serve, are not counted"
+    if given.cross_entropy_fusion_impl == "linear" and given.cross_entropy_loss_fusion:
+        linear = "a loss of Megatron's dev branch, which the flag replaces, is not counted"
+        found |= {} if given.fused_chunked_ce else {"--cross-entropy-fusion-impl": f"linear, {linear}"}
     if re.search(r"m.*\|", given.pipeline_model_parallel_layout or ""):
         found["--pipeline-model-parallel-layout"] = "prediction before the last stage is not counted"
     return found
@@ -183,12 +187,16 @@ def setting_of(given: argparse.Namespace, gpus: int | None = None, program: str 
 
 def _needed(given: argparse.Namespace, name: str) -> int:
     value: int | None = getattr(given, name)
+    if value is None and name == "vocab_size" and (size := vocabulary_of(getattr(given, "tokenizer", ""))):
+        raise ValueError(
+            f"--vocab-size is missing: give --vocab-size {size} beside the launch, as {given.tokenizer} has"
+        )
     if value is None:
         # No model has a length of its own, and beside a log or a launch none can be named.
         is_read = getattr(given, "from_log", None) or getattr(given, "from_launch", None)
-        elsewhere = ", or --model NAME, --from-log FILE or --from-launch FILE"
-        named = "" if name == "seq_length" or is_read else elsewhere
-        raise ValueError(f"--{name.replace('_', '-')} is missing: give it{named}")
+        named = ", or --model NAME, --from-log FILE or --from-launch FILE" * (name != "seq_length")
+        where = " beside the launch" if is_read else named
+        raise ValueError(f"--{name.replace('_', '-')} is missing: give it{where}")
     return value
 
 

@@ -12,6 +12,7 @@ before each; GPT-OSS's windows and sinks as plain attention.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
@@ -43,6 +44,15 @@ def known_name(text: str, names: Collection[str] = tuple(MODELS)) -> str:
     close = difflib.get_close_matches(lower, names, n=1, cutoff=0.7)
     hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
     raise ValueError(f"no model {text!r}; {hint}")
+
+
+def vocabulary_of(tokenizer: str) -> int | None:
+    """The vocabulary of a named model, by its tokenizer's name or the folder that it lies in."""
+    folder = re.sub("-(instruct|base|chat|hf|it|pt)$", "", tokenizer.lower().rstrip("/").rpartition("/")[2])
+    for name, model in MODELS.items():
+        if folder == name or tokenizer.lower() == model.source.lower():
+            return head_sizes(name)[1]
+    return None
 
 
 def head_sizes(name: str) -> tuple[int, int]:

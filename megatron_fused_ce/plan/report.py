@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 WIDTH = 100
 #: The moments of a step (peaks.MOMENTS), in short.
 PLACES = {"head": "the loss", "layers": "a layer", "step": "the optimizer"}
-#: The last version that takes Transformer Engine's loss (0.18.2's megatron/training/arguments.py refuses it).
+#: The last version whose pretrain_gpt.py takes Transformer Engine's loss (0.18.2's training/arguments.py
+#: refuses it; ModelParallelConfig, which Megatron-Bridge's recipes set, only warns).
 LAST_WITH_TE = "0.18.0"
 #: What a verdict is called in a table.
 VERDICTS = {"fits": "yes", "tight": "tight", "does not fit": "no", "over budget": "refused"}
@@ -35,6 +36,7 @@ def as_dictionary(result: Result) -> dict[str, Any]:
         "decision": result.decision,
         "doubts": result.doubts,
         "uncounted": result.judged.uncounted,
+        "no_effect": result.judged.no_effect,
         "bounded": result.judged.bounded,
         "measured": result.measured,
         "sentences": dict(sentences(result, explain=True)),
@@ -53,6 +55,7 @@ def as_dictionary(result: Result) -> dict[str, Any]:
         "ways": {way.head.name: _way(way) for way in advice.ways},
         "baseline": advice.baseline.head.name,
         "recommended": _way(advice.recommended),
+        "largest_head": advice.largest_head,
         "saved": advice.saved,
         "saved_of_peak": advice.saved / advice.baseline.peak,
         "notes": result.notes,
@@ -122,7 +125,7 @@ def _table(title: str, *columns: str) -> Table:
 
 def _tables(result: Result, explain: bool) -> Iterator[Table]:
     yield _ways_table(result, explain)
-    if explain and not result.doubts:
+    if explain and not (result.doubts or result.judged.no_effect):
         yield _static_table(result.setting)
         yield _moments_table("Without the flag", result.advice.baseline)
         yield _moments_table("With the flag", result.advice.recommended)
@@ -140,10 +143,11 @@ def _ways_table(result: Result, explain: bool) -> Table:
     accept = [version < "0.18" or version == LAST_WITH_TE for version in result.versions]
     for way in result.advice.ways:
         asked = way.head.name == result.setting.training.fused_ce.strategy
-        if not (explain or way.head.stock or asked):
+        if not (way.head.stock or ((explain or asked) and not result.judged.no_effect)):
             continue
         some = way.head.name == "te" and not (all(refuse) or all(accept))
-        name = called(way) + (" (now)" if way is result.now else f" (to {LAST_WITH_TE})" if some else "")
+        until = f" (to {LAST_WITH_TE}, or Bridge)" if some else ""
+        name = called(way) + (" (now)" if way is result.now else until)
         cells = [name, gib(way.head.peak)]
         if not result.doubts:
             fits = "refused" if way.head.name == "te" and all(refuse) else VERDICTS[way.verdict]

@@ -36,6 +36,10 @@ Choice = tuple[Callable[[], Truth], Sequence[Node]]
 
 _LANGUAGE = Language(tree_sitter_bash.language())
 _PLACEHOLDER = re.compile(r"<[^<>]*>|\(e\.g\.[^)]*\)")
+#: One that bash reads as redirections, the second of which takes the word behind it.
+_TAKES_A_WORD = re.compile(
+    r"(?<=[\s=])<[A-Za-z](?:[^<>\n$|&;()`]*[^<>\s$|&;()`])?(?<!\s\d)>(?=\s|$)", re.MULTILINE
+)
 #: Commands that are taken to end well, and have no part in a launch; and those that read into variables.
 _QUIET = ("echo", "printf", "cd", "mkdir", "true", ":", "pushd", "popd", "module", "ulimit", "shopt")
 _READERS = ("read", "mapfile", "readarray", "getopts", "let")
@@ -88,7 +92,8 @@ class Reader(shell_words.Words):
             raise ValueError("its commands are too deep within each other") from None
 
     def _parse(self, text: str) -> Node:
-        lines = (text.rstrip().rstrip("\\") + "\n").split("\n")
+        text = _TAKES_A_WORD.sub(lambda match: unknown(match[0]), text.rstrip().rstrip("\\"))
+        lines = f"{text}\n".split("\n")
         while (root := Parser(_LANGUAGE).parse("\n".join(lines).encode()).root_node).has_error:
             error = next(node for node in nodes(root) if node.type == "ERROR" or node.is_missing)
             row = first = error.start_point[0]

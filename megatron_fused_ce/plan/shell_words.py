@@ -77,6 +77,7 @@ class Words:
         """``given`` come before the script's own assignments, ``values`` are what the environment has."""
         self.given = given
         self.values: dict[str, Value] = dict(values)
+        self.defaults: dict[str, str] = {}  # that ``${NAME:-default}`` gave where nothing else did
 
     def fields(self, node: Node) -> list[str]:
         """The words that one becomes: split where bash finds no quotes."""
@@ -155,6 +156,8 @@ class Words:
         empty = value is None or (":" in sign and value in ([], [""]))
         there = [unknown(name)] if value is None else value
         marks = unknowns("".join(there))
+        if value is None and sign in ("-", ":-", "=", ":=") and otherwise[0] and not unknowns(otherwise[0]):
+            self.defaults.setdefault(name, otherwise[0])
         if sign in ("=", ":=") and empty:
             self.values[name] = otherwise[0]
         if value and marks and not _MARK.sub("", "".join(value)) and sign in ("+", ":+"):
@@ -218,6 +221,8 @@ class Words:
                     raise NotKnown
                 value = self._evaluate(parts[-1], numbers)
                 return not value if sign == "!" else (value == "") == (sign == "-z")
+            case "ternary_expression":
+                return self._evaluate(parts[2 if self._evaluate(parts[0], True) else 4], True)
             case "binary_expression":
                 left, sign, right = parts[0], source(parts[1]), parts[2]
                 if sign not in ("&&", "-a", "||", "-o"):

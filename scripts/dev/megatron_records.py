@@ -51,7 +51,9 @@ class Case:
     @property
     def launch(self) -> str:
         start = f"torchrun --nproc-per-node {self.gpus} {self.program}" if self.program else "pretrain_gpt.py"
-        return f"{start} {shlex.join(self.words)}"
+        words = shlex.join(self.words)
+        # A regular test's --load names a folder that is empty still.
+        return f"{start} {re.sub('--load [^ ]+', '', words) if self.kind == 'regular' else words}"
 
     @property
     def pretrains(self) -> bool:

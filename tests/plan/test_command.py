@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import re
 import shlex
@@ -15,7 +16,8 @@ import pytest
 
 import megatron_fused_ce
 from megatron_fused_ce import __main__ as package_command
-from megatron_fused_ce.plan import closed_world, command, static
+from megatron_fused_ce.plan import advice, closed_world, command, heads, static
+from megatron_fused_ce.plan.answer import sentences
 from megatron_fused_ce.plan.command import plan_of, setting_of
 from megatron_fused_ce.plan.named_models import MODELS
 from megatron_fused_ce.plan.setting import Recompute
@@ -167,6 +169,13 @@ PLAIN = "may change memory and is not counted"
         ("--zero-stage 2 --deepspeed", "--zero-stage is none of Megatron's arguments, and 1 more"),
         ("--use-megatron-fsdp", f"--use-megatron-fsdp {PLAIN}"),
         ("--quick-geglu", f"--quick-geglu {PLAIN}"),
+        ("--reset-attention-mask", ""),
+        ("--load x", ""),
+        ("--load x --num-experts 4", "--load: resumed experts hold more than is counted"),
+        ("--num-experts 4 --load <CKPT>", "--load: resumed experts hold more than is counted"),
+        ("--cross-entropy-fusion-impl linear", ""),
+        ("--cross-entropy-fusion-impl linear --cross-entropy-loss-fusion", "the flag replaces, is not"),
+        ("--cross-entropy-fusion-impl linear --cross-entropy-loss-fusion --fused-chunked-ce", ""),
         ("--pipeline-model-parallel-layout Et*2,m|L --pp 2", "prediction before the last stage is not"),
         ("--pipeline-model-parallel-layout Et|t,m,L --pp 2", ""),
         ("--recompute-granularity selective --recompute-modules x", "recomputing x is not counted"),
@@ -205,6 +214,100 @@ def test_what_is_not_counted_takes_the_verdict(words, said):
     ).doubts
     with pytest.raises(ValueError, match="--ignore nonsense vouches for nothing here"):
         plan_of([*launch, "--ignore", "nonsense"])
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("--tensor-parallel-num-weight-shards 8", "its weight is sharded by gtp_remat"),
+        ("--tensor-parallel-num-weight-shards 2 --tp 2", ""),
+        ("--fp8-output-proj", "TELMHeadColumnParallelLinear"),
+        ("--fp8-output-proj --hybrid-layer-pattern M*", ""),
+        ("--logits-load-dir x", "--logits-load-dir (distillation) reads the logits"),
+        ("--logits-save-dir=x", "--logits-save-dir reads the logits"),
+        ("--batch-invariant-mode", "--batch-invariant-mode replaces"),
+        ("--save-dgrads-interval 10", "saves the logits or their gradient"),
+        ("--save-activations-interval 10", "saves the logits or their gradient"),
+        ("--save-dgrads-interval 0", ""),
+        ("--config-logger-dir x", "writes the logits to disk"),
+        ("--output-logit-dtype fp16", "asks for fp16 logits"),
+        ("--output-logit-dtype bf16", ""),
+        ("--export-kd-teacher-load x", ""),
+        ("--fp8-format hybrid", ""),
+    ],
+)
+def test_what_keeps_the_head_with_megatron_is_no_effect(words, why, capsys):
+    """The adapter's reasons, by argument; tests/megatron/test_stock_path.py builds each."""
+    launch = ["--from-launch", f"pretrain_hybrid.py {TINY} --bf16 {words}"]
+    if "hybrid-layer" not in words:
+        launch[1] = launch[1].replace("_hybrid", "_gpt")
+    status = command.main(launch)
+    out = " ".join(capsys.readouterr().out.split())
+    assert out.startswith(f"No effect: the head stays on Megatron's own path: {why}"[: 50 if why else 0])
+    assert why in out and ("No effect" in out) == bool(why) == ("--fused-chunked-ce," not in out)
+    assert status == (0 if why or words.startswith("--tensor") else 3)
+    assert (plan_of(launch).decision == "no effect") == bool(why)
+    command.main([*launch, "--explain"])
+    assert ("The flag would run as" in capsys.readouterr().out) == (not why)
+    command.main([*launch, "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert why in found["no_effect"] and found["largest_head"] > 0
+
+
+def test_the_heads_two_numbers_come_first_by_hand():
+    """6 bytes a logit and two workspaces; then the larger head of those that auto may take."""
+    words = (
+        "--num-layers 2 --hidden-size 4096 --num-attention-heads 32 --vocab-size 128256 --seq-length 131072"
+    )
+    found = plan_of(["--from-launch", f"pretrain_gpt.py {words} --bf16 --my-own 1", "--gpus", "1"])
+    text = sentences(found)[0].text
+    before = (6 * 131072 * 128256 + 2 * static.CUBLAS_WORKSPACE) / 2**30
+    head = functools.partial(
+        heads.plugin_head, found.setting, found.advice.gpu.device, "auto", exp_serves=True
+    )
+    known, unknown = (head(token_weights_known=there) for there in (True, False))
+    assert known.peak < unknown.peak and "grad_in_forward" in known.words
+    numbers = f"{before:.2f} → {unknown.peak / 2**30:.2f} GiB a GPU"
+    assert text == (
+        f"The head (last stage), if the loss is Megatron's own: {numbers}. The whole: no verdict, "
+        "--my-own is none of Megatron's arguments."
+    )
+
+
+def test_a_mask_that_is_reset_is_bounded():
+    """A byte for each pair of tokens more, at most: the verdict holds with it, or there is none."""
+    words = f"{MODELS['llama-3.2-1b'].arguments} --seq-length 32768 --bf16 --recompute-granularity full"
+    launch = ["--from-launch", f"{words} --reset-attention-mask", "--gpus", "1"]
+    found = plan_of(launch)
+    low, high = found.advice.baseline.peak, found.most.baseline.peak
+    assert high - low == 32768**2 and not found.doubts
+    room = advice.TIGHT * found.advice.baseline.head.largest
+    between = ((low + high) / 2 + room) / 2**30 + command.OVERHEAD_GIB
+    (doubt,) = plan_of([*launch, "--gpu-memory", f"{between}"]).doubts
+    assert doubt.startswith("--reset-attention-mask may take it from")
+
+
+def test_fewer_gpus_than_a_layout_needs_have_a_head():
+    launch = f"torchrun --nproc-per-node 8 pretrain_gpt.py {TINY} --bf16 --tp 4 --pp 4 --num-layers 4"
+    found = plan_of(["--from-launch", launch])
+    assert found.doubts == [
+        "8 GPUs cannot be divided into groups of 16 (TP 4 x PP 4 x CP 1): give --gpus a multiple of 16"
+    ]
+    enough = plan_of(["--from-launch", launch, "--gpus", "16"])
+    assert found.advice.baseline.head == enough.advice.baseline.head
+    assert "vouch" not in dict(sentences(found))
+    with pytest.raises(ValueError, match="8 GPUs cannot be divided"):
+        plan_of(["--from-launch", launch, "--gpus", "8"])
+
+
+def test_no_verdict_is_status_3(capsys):
+    for more in ([], ["--json"], ["--explain"]):
+        assert command.main(["--from-launch", f"{TINY} --bf16", *more]) == 0
+        assert command.main(["--from-launch", f"{TINY} --bf16 --fp8-format hybrid", *more]) == 3
+        out = capsys.readouterr().out
+        if more == ["--json"]:
+            assert '"decision": "no verdict"' in out
+    assert "3 (no verdict)" in command.HELP
 
 
 @pytest.mark.parametrize(
@@ -349,7 +452,7 @@ def test_a_strategy_beyond_the_budget_says_so(capsys):
         ("0.18.0", "Engine  "),
         ("0.18.2", "refused"),
         ("0.19.0", "refused"),
-        ("", "(to 0.18.0)"),
+        ("", "(to 0.18.0, or Bridge)"),
     ],
 )
 def test_transformer_engines_loss_is_refused_after_0180(version, row, tmp_path, capsys):
@@ -381,6 +484,7 @@ def test_names_in_any_case_and_gpus_by_their_first(words, name, gpu):
 # --- bad input -------------------------------------------------------------------------------
 
 MODEL = "--model llama-3-8b --seq-length 8192"
+NO_VOCABULARY = TINY.replace("--vocab-size 256 ", "")
 
 
 @pytest.mark.parametrize(
@@ -390,6 +494,20 @@ MODEL = "--model llama-3-8b --seq-length 8192"
         ("--model llama3-8b --seq-length 64", "did you mean llama-3-8b?"),
         ("--model 'Llama 3 8b' --seq-length 64", "did you mean llama-3-8b?"),
         ("--model llama-3-8b", "--seq-length is missing"),
+        (f"--from-launch '{NO_VOCABULARY}'", "--vocab-size is missing: give it beside the launch"),
+        (f"--from-launch '{NO_VOCABULARY} --tokenizer-model x/qwen3-99b'", "is missing: give it beside"),
+        (
+            f"--from-launch '{NO_VOCABULARY} --tokenizer-model Qwen/Qwen3-30B-A3B'",
+            "--vocab-size is missing: give --vocab-size 151936 beside the launch, as Qwen/Qwen3-30B-A3B has",
+        ),
+        (
+            f"--from-launch '{NO_VOCABULARY} --tokenizer-model /models/Qwen2.5-7B-Instruct/'",
+            "give --vocab-size 152064 beside the launch",
+        ),
+        (
+            f"--from-launch '{NO_VOCABULARY} --tokenizer-model=meta-llama/Meta-Llama-3-8B'",
+            "give --vocab-size 128256 beside the launch",
+        ),
         ("", "--hidden-size is missing: give it, or --model NAME, --from-log FILE or --from-launch FILE"),
         ("--from-launch nowhere.sh", "nowhere.sh: No such file"),
         (f"{MODEL} --from-launch '{TINY}'", "not allowed with argument"),
@@ -440,6 +558,11 @@ def test_what_a_script_lacks_is_asked_for_and_what_it_has_not_is_an_error(tmp_pa
     assert f"{script}: no value is known for S: give --set S=VALUE" in capsys.readouterr().err
     for answer in (["--set", "S=64"], ["--seq-length", "64"]):
         assert setting_of([*plan, *answer]).training.sequence == 64
+    # Two that are given otherwise, at the end.
+    last = tmp_path / "last.sh"
+    last.write_text(f"python pretrain_gpt.py {TINY} --micro-batch-size=$(cat b) --seq-length $(cat seq)\n")
+    words = ["--from-launch", str(last), "--seq-length", "64", "--micro-batch-size", "2"]
+    assert setting_of(words).training.micro_batch == 2
     notes = plan_of([*plan, "--seq-length", "64", "--tp", "2"]).notes
     assert notes[0].startswith("The number of GPUs is not known, since no launcher is named: planned for the")
     assert "the parallel sizes take, 2; or give --gpus" in notes[0]
@@ -450,6 +573,33 @@ def test_what_a_script_lacks_is_asked_for_and_what_it_has_not_is_an_error(tmp_pa
     assert command.main(plan) == 2
     assert "pip install tree-sitter tree-sitter-bash" in capsys.readouterr().err
     assert setting_of(["--from-launch", TINY]).model.num_layers == 2
+
+
+def test_a_scripts_defaults_are_told_and_its_own_words_taken(tmp_path, monkeypatch):
+    """Of the defaults those that decide; an environment is not read."""
+    script = tmp_path / "train.sh"
+    script.write_text(
+        'PRECISION=${PRECISION:-bf16}\nPORT=${PORT:-6000}\n: "${OUT:=/out}"\n'
+        'if [ "${BIG:-no}" = yes ]; then L=8; else L=2; fi\n'
+        f"torchrun --master-port $PORT pretrain_gpt.py {TINY} --num-layers $L --$PRECISION --save $OUT"
+        " --micro-batch-size ${1:-1}\n"
+    )
+    monkeypatch.setenv("PRECISION", "fp16")
+    plan = ["--from-launch", str(script)]
+    found = plan_of(plan)
+    assert found.setting.training.dtype == "bfloat16"
+    assert found.notes == [
+        "Defaults taken from the script: PRECISION=bf16, BIG=no, 1=1; --set NAME=VALUE gives another."
+    ]
+    found = plan_of([*plan, "--set", "PRECISION=fp16", "--set", "BIG=yes", "--micro-batch-size", "2"])
+    assert (found.setting.training.dtype, found.setting.model.num_layers) == ("float16", 8)
+    assert found.notes == []
+    for launch in (f"{script} 4 x", f"bash {script} 4", f"sh  {script} '4'"):
+        found = plan_of(["--from-launch", launch, "--set", "PRECISION=fp16"])
+        assert found.setting.training.micro_batch == 4 and found.name == "train.sh"
+        assert found.notes == ["Defaults taken from the script: BIG=no; --set NAME=VALUE gives another."]
+    with pytest.raises(ValueError, match=r"nowhere\.sh: No such file"):
+        plan_of(["--from-launch", "nowhere.sh 4"])
 
 
 # --- the front door --------------------------------------------------------------------------
