@@ -37,8 +37,7 @@ _EXACT = re.compile(r"\[megatron_cpu\] exact (\{.*\})")
 _EVALUATION = re.compile(r"validation(\S*) loss at iteration (\d+)([^|]*)\|(.*)")
 _MEMORY = re.compile(rf"max allocated: {_NUMBER}")
 _COUNTERS = re.compile(
-    r"\[fused-ce\] heads evaluated fused: (\d+), logits materialised: (\d+), "
-    r"heads on the stock path: (\d+)"
+    r"\[fused-ce\] heads: (\d+) fused, (\d+) on the stock path; logits materialised: (\d+)"
 )
 _PRECISION = re.compile(r"^\s*params_dtype \.+ torch\.(\w+)")
 _START = re.compile(r"\[before the start of training step\]")
@@ -99,7 +98,7 @@ class Record:
     skipped: dict[int, int] = field(default_factory=dict)  # line's iteration -> steps skipped
     restarts: list[int] = field(default_factory=list)  # first iteration of each later start
     num_repeated: int = 0  # lines of an iteration that had one already
-    heads: tuple[int, ...] = ()  # fused, with logits materialised, on the stock path
+    heads: tuple[int, ...] = ()  # fused, on the stock path, with logits materialised
     times_ms: list[float] = field(default_factory=list)
     memory_mb: list[float] = field(default_factory=list)
     error: str = ""
@@ -244,7 +243,7 @@ def parse_logs(texts: Iterable[str]) -> Figures:
     peak = max(run.memory_mb, default=0.0) or None
     figures = Figures(status, losses, norms, [*run.skipped], run.times_ms, peak, error=run.error)
     if run.heads:
-        figures.heads_fused, figures.logits_materialised, figures.heads_stock = run.heads
+        figures.heads_fused, figures.heads_stock, figures.logits_materialised = run.heads
     return figures
 
 

@@ -754,7 +754,7 @@ def test_enable_takes_a_config_and_nothing_else(config):
 
 
 def test_a_model_that_was_built_before_enable_says_so(monkeypatch):
-    """Its loss comes with real logits, and would end in "heads evaluated fused: 0" without a word."""
+    """Its loss comes with real logits, and would end in "heads: 0 fused" without a word."""
     pytest.importorskip("megatron.core")
     from megatron_fused_ce.adapter import language_module
 
