@@ -1,4 +1,4 @@
-"""TODO."""
+"""Divergence of a student from a teacher, a second head that is frozen: from hidden states, without logits."""
 
 from __future__ import annotations
 
