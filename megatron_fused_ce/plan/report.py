@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 #: Columns that nothing printed exceeds.
-WIDTH = 100
+WIDTH, TEXT_WIDTH = 100, 80
 #: The moments of a step (peaks.MOMENTS), in short.
 PLACES = {"head": "the loss", "layers": "a layer", "step": "the optimizer"}
 #: The last version that takes Transformer Engine's loss (0.18.2's megatron/training/arguments.py refuses it).
@@ -106,7 +106,7 @@ def lines(result: Result, explain: bool = False) -> list[str]:
 
 def _wrapped(text: str) -> list[str]:
     return textwrap.wrap(
-        text, WIDTH, subsequent_indent="    ", break_on_hyphens=False, break_long_words=False
+        text, TEXT_WIDTH, subsequent_indent="    ", break_on_hyphens=False, break_long_words=False
     )
 
 
