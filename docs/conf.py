@@ -30,6 +30,7 @@ myst_heading_anchors = 4
 nitpick_ignore_regex = [("py:.*", ".*")]
 autodoc_typehints = "none"
 autodoc_member_order = "bysource"
+toc_object_entries_show_parents = "hide"
 
 html_theme = "furo"
 html_title = project

@@ -38,17 +38,13 @@ def bar(x: float, variant: str, row: Row, capacity: float) -> list[str]:
     y, middle = BASE - height, x + BAR / 2
     shape = f'x="{x:g}" y="{y:.1f}" width="{BAR}" height="{height:.1f}"'
     if not trained:
-        words = text(
-            middle,
-            (BASE + TOP) / 2,
-            "out of memory",
-            "ink",
-            f'transform="rotate(-90 {middle:g} {(BASE + TOP) / 2:g})" dy="4"',
-        )
+        half = (BASE + TOP) / 2
+        turned = f'transform="rotate(-90 {middle:g} {half:g})" dy="4"'
         return [
             f'<rect {shape} class="{variant}" opacity="0.25"/>',
             f'<rect {shape} fill="url(#hatch)"/>',
-            words,
+            f'<rect x="{middle - 10:g}" y="{half - 50:g}" width="20" height="100" class="page"/>',
+            text(middle, half, "out of memory", "ink", turned),
         ]
     label = "b" if variant == "auto" else "ink"
     speed = f"{1e3 * row['T'] / row['time_ms']:,.0f}"

@@ -123,9 +123,8 @@ for ours, right in zip(gradients, (hidden.grad, weight.grad)):
         ("docs/rl/index.md", "manual_seed", CHECK_TOPK, 1),
         ("docs/distillation.md", "", CHECK_KL, 1),
         ("docs/distillation.md", "init_process_group", "assert mine.grad.any() and rows.grad.any()", 2),
-        ("docs/scaling.md", "", "", 1),
-        ("docs/losses.md", "", "", 1),
-        ("docs/losses.md", "", "", 2),
+        ("docs/losses.md", "init_process_group", "", 1),
+        ("docs/losses.md", "init_process_group", "", 2),
     ],
 )
 def test_a_snippet_runs_and_says_what_is_printed(tmp_path, page, word, check, ranks):
@@ -144,6 +143,32 @@ def test_a_snippet_runs_and_says_what_is_printed(tmp_path, page, word, check, ra
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert check or [done.stdout.replace(f" {ranks} rank", " 1 rank")] == printed
+
+
+#: Pages of Get started and Guides, and the flags'; a block that is not to be run is marked as text.
+GUIDES = [README, *(DOCS / f"{name}.md" for name in (
+    *("install", "quickstart", "plan", "launch", "distillation", "losses", "chunks", "coming-from", "tools"),
+    "options",
+)), *sorted((DOCS / "rl").glob("*.md"))]  # fmt: skip
+
+
+def test_every_python_block_of_the_guides_runs(tmp_path):
+    """Each alone, without what the others made; those that need ranks are run above."""
+    program, blocks = ["import runpy"], 0
+    for page in GUIDES:
+        for block in re.findall(r"^```py(?:thon)?\n(.*?)```", page.read_text(), re.DOTALL | re.MULTILINE):
+            if "dist.init_process_group" not in block:
+                path = tmp_path / f"{page.parent.name}_{page.stem}_{blocks}.py"
+                path.write_text(block)
+                program.append(f"runpy.run_path({str(path)!r})")
+                blocks += 1
+    (tmp_path / "all.py").write_text("\n".join(program))
+    done = subprocess.run(
+        [sys.executable, "all.py"],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert blocks >= 10, "the pattern finds them"
 
 
 def test_every_marked_figure_is_the_results(capsys):
