@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+import megatron_fused_ce
+from megatron_fused_ce import losses, rl
 from megatron_fused_ce.adapter.arguments import add_arguments
 from megatron_fused_ce.plan import command as estimate
 from megatron_fused_ce.scripts.dev import figures
@@ -59,10 +61,19 @@ def test_the_site_builds_strictly_and_needs_no_network(tmp_path):
     assert done.returncode == 0, done.stderr
     pages = {page.relative_to(site) for page in site.rglob("*.html")}
     assert {page.relative_to(DOCS).with_suffix(".html") for page in DOCS.rglob("*.md")} <= pages
+    index = (site / "genindex.html").read_text()
+    public = {*megatron_fused_ce.__all__, *losses.__all__, *rl.__all__} - {"losses", "rl"}  # modules
+    assert [name for name in public if f'"{name}' not in index and f".{name}" not in index] == []
     for page in site.rglob("*.html"):
         outside = [address for address in Loads(page).addresses if "//" in address]
         assert not outside, f"{page.name} loads {outside}"
         assert ' download="' not in page.read_text(), f"a link of {page.name} downloads a file"
+
+
+def test_docs_are_short():
+    """Words of README and docs but for benchmarks, which are records."""
+    pages = [README, *DOCS.glob("*.md"), *(DOCS / "rl").glob("*.md")]
+    assert sum(len(page.read_text().split()) for page in pages) <= 29_500
 
 
 def test_flags_exist():
