@@ -71,7 +71,8 @@ def drawn() -> str:
         for at, of, end in (("", LIGHT, ""), ("@media (prefers-color-scheme: dark) {", DARK, "}"))
     )
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" '
+        f'viewBox="0 0 {WIDTH} {HEIGHT}" role="img">',
         "<title>Peak GiB and tokens/s of whole steps, by sequence length and loss</title>",
         f"<style>{style}</style>",
         '<defs><pattern id="hatch" width="7" height="7" patternUnits="userSpaceOnUse" '
