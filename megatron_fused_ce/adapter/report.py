@@ -154,8 +154,7 @@ def _say_plan(layer: Any, chosen: Plan, of_stock: str, why_not: str, before: str
     by = "chosen by auto" if config.strategy == "auto" else "asked for"
     say.line(
         f"{before}: strategy {chosen.strategy} ({by}), {chosen.chunks_in_words}; "
-        f"about {size_in_words(chosen.predicted_peak_bytes)} for the head; {of_stock}",
-        width=80,
+        f"about {size_in_words(chosen.predicted_peak_bytes)} for the head; {of_stock}"
     )
     notes = [chosen.why] if config.strategy == "auto" else []
     if chosen.waits_for_host and not notes:

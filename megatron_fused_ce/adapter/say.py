@@ -4,7 +4,6 @@ groups, in the last pipeline stage."""
 from __future__ import annotations
 
 import sys
-import textwrap
 from typing import Any
 
 import torch
@@ -14,10 +13,8 @@ PREFIX = "[fused-ce]"
 _said: set[str] = set()
 
 
-def line(text: str, width: int = 0) -> None:
-    """Write a line; with a width in columns, broken at it, with the prefix before each part."""
-    parts = textwrap.wrap(text, width - len(PREFIX) - 1, subsequent_indent="    ") if width else [text]
-    print(*(f"{PREFIX} {part}" for part in parts), sep="\n", file=sys.stdout, flush=True)
+def line(text: str) -> None:
+    print(f"{PREFIX} {text}", file=sys.stdout, flush=True)
 
 
 def speaks(tp_group: Any) -> bool:

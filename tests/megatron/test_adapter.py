@@ -785,7 +785,7 @@ def test_a_model_that_was_built_before_enable_says_so(monkeypatch):
             return logits.sum()
 
     lines = []
-    monkeypatch.setattr(say, "line", lambda text, width=0: lines.append(text))
+    monkeypatch.setattr(say, "line", lines.append)
     monkeypatch.setattr(say, "_said", set())
     early = LanguageModule()
     language_module.patch(types.SimpleNamespace(LanguageModule=LanguageModule, __name__=__name__))

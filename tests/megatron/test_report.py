@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,8 +13,6 @@ from megatron_fused_ce.adapter import report, say, switch
 from megatron_fused_ce.planner.choose import Plan, plan
 from megatron_fused_ce.planner.chunks import Cut
 from megatron_fused_ce.planner.memory import PlanInputs
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 class TpGroup:
@@ -71,7 +68,7 @@ def said(monkeypatch):
     """Lines of the report, by a process whose first rank speaks."""
     pytest.importorskip("megatron.core")
     lines = []
-    monkeypatch.setattr(say, "line", lambda text, width=0: lines.append(text))
+    monkeypatch.setattr(say, "line", lines.append)
     monkeypatch.setattr(report, "_tells_totals", True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     return lines
@@ -244,30 +241,6 @@ def test_first_evaluation_tells_where_the_launch_could_not(said, sequence_parall
         evaluated(layer, ran, hidden=50)
     assert len(said) == 2 and "on: strategy recompute (asked for), 4 chunks of 50 tokens" in said[0]
     assert f"Megatron's loss would hold {stock}" in said[0]
-
-
-def test_the_line_on_readme_is_what_the_program_prints(capsys, monkeypatch):
-    """Of Llama-3-8B at TP 4, 32768 tokens, broken at 80 columns; docs/options.md has the reason too."""
-    monkeypatch.setattr(say, "speaks", lambda group: True)
-    config = FusedCEConfig()
-    inputs = PlanInputs(
-        32768,
-        4096,
-        32064,
-        tp_size=4,
-        num_parts=4,
-        token_weights_known=True,
-        device="NVIDIA H200",
-        config=config,
-    )
-    layer = SimpleNamespace(
-        tp_group=None, fused_ce_config=config, output_size_per_partition=32064, config=None
-    )
-    report._say_plan(layer, plan(inputs), report._stock_words(layer, 32768, torch.bfloat16), "")
-    printed = capsys.readouterr().out
-    on = printed[: printed.index("[fused-ce] why:")]
-    assert max(map(len, on.splitlines())) <= 80
-    assert on in (ROOT / "README.md").read_text() and printed in (ROOT / "docs" / "options.md").read_text()
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,7 @@ def test_a_head_that_waits_for_modelopt_is_not_said_to_stay(monkeypatch):
     launch = types.SimpleNamespace(export_kd_teacher_load="folder", modelopt_enabled=True)
     lines = []
     monkeypatch.setattr(arguments, "megatron_args", lambda: launch)
-    monkeypatch.setattr(say, "line", lambda text, width=0: lines.append(text))
+    monkeypatch.setattr(say, "line", lines.append)
     monkeypatch.setattr(say, "_said", set())
     model = GPTModel()
     model.output_layer.tp_group = types.SimpleNamespace(size=lambda: 1, rank=lambda: 0)

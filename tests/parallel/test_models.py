@@ -389,7 +389,7 @@ def test_start_up_line(rank: Rank):
     if rank.rank > 0:
         assert lines == []
         return
-    expected = f"strategy recompute (asked for), 3 chunks of {SEQUENCE * BATCH // 3} tokens; "
+    expected = f"strategy recompute (asked for), 3 chunks of {SEQUENCE * BATCH // 3} tokens; about "
     assert len(lines) == 4
     assert all(expected in line for line in lines), (expected, lines)
     assert lines[0] == lines[1], "a YAML launch leaves params_dtype unset"
