@@ -1,4 +1,4 @@
-"""Divergence of a student from a teacher, a second head that is frozen: from hidden states, without logits."""
+"""Divergence of a student from a teacher, a frozen second head: from hidden states, without logits."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 #: Columns that nothing printed exceeds.
-WIDTH = 100
+WIDTH, TEXT_WIDTH = 100, 80
 #: The moments of a step (peaks.MOMENTS), in short.
 PLACES = {"head": "the loss", "layers": "a layer", "step": "the optimizer"}
 #: The last version whose pretrain_gpt.py takes Transformer Engine's loss (0.18.2's training/arguments.py
@@ -101,7 +101,7 @@ def lines(result: Result, explain: bool = False) -> list[str]:
     def wrapped(text: str) -> list[str]:
         indent = "    "
         return textwrap.wrap(
-            text, WIDTH, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
+            text, TEXT_WIDTH, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
         )
 
     answer, *rest = [wrapped(said.text) for said in sentences(result, explain)]

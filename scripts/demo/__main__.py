@@ -6,7 +6,7 @@
 2. trains megatron-core's GPTModel at tensor parallel 2 (`training.py`) by `megatron_fused_ce compare --launch
    --noise`: with the flag off, on, and with Megatron's native loss fusion. That command prints how far losses
    are apart, with the bounds of the noise, and draws the curves;
-3. prints time and memory beside it. Exit status 1 if the losses are not the same.
+3. prints the memory beside it. Exit status 1 if the losses are not the same.
 """
 
 from __future__ import annotations
@@ -33,10 +33,6 @@ LEARNT_NATS = 2.5  # what a run of full length must win over guessing
 FULL_LENGTH = 100
 #: Folders of compare's launches, and their names in the table.
 RUNS = {"off": "flag off", "noise": "native fusion", "on": "flag on"}
-WHY_SLOWER = (
-    "On a CPU the flag is slower: its kernels are for GPUs, so each chunk's softmax takes several passes of "
-    "plain PyTorch over the chunk, and smaller matrix products. What it saves here is memory."
-)
 
 
 def tokenise(vocab_size: int, folder: Path) -> int:
@@ -131,15 +127,10 @@ def main(words: list[str]) -> int:
     if status not in compare.STATUS.values():
         return status
     of = {name: measured(options.out / name, training.MEASURED) for name in RUNS}
-    table = tables.terminal("What it costs", ["", *RUNS.values()])
-    times = [figures.time_ms(3)[0] or math.nan for figures, _ in of.values()]  # the first ones warm up
-    table.add_row("ms per step", *[f"{ms:.0f}" for ms in times])
-    table.add_row("tokens/s", *[f"{1e3 * training.BATCH * training.SEQUENCE / ms:.0f}" for ms in times])
+    table = tables.terminal("What it saves", ["", *RUNS.values()])
     what = "logits held" if options.device == "cpu" else "memory held"
     table.add_row(f"{what} at most per rank, MiB", *[f"{peak:.1f}" for _, peak in of.values()])
     console.print(table)
-    if options.device == "cpu":
-        console.print(WHY_SLOWER, soft_wrap=True)
     problems = failures(*of["on"], of["off"][1], training.VOCAB)
     for problem in problems:
         console.print(f"[red]FAILED[/red] {problem}", soft_wrap=True)

@@ -10,15 +10,14 @@ file, a row of it or a pair of comments that is missing. Needs no device.
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 from megatron_fused_ce.cli.command_line import Parser, command
-from megatron_fused_ce.scripts.dev import figures_plan, figures_readme
+from megatron_fused_ce.scripts.dev import figures_gain, figures_plan, figures_results
 from megatron_fused_ce.scripts.lib import pages, results
 from megatron_fused_ce.scripts.lib.results import REPOSITORY, RESULTS
 
-#: Page -> what makes its parts.
-PAGES = {maker.PAGE: maker for maker in (figures_readme, figures_plan)}
+#: Page -> its parts, by name, and what makes each.
+PAGES = figures_plan.PAGES | figures_results.PAGES
 #: Picture -> its figures.
 MEMORY = {
     "memory-profile-head.png": "2026-11-21-h200-memory-head-llama3-8b.json",
@@ -41,22 +40,23 @@ def draw_results() -> None:
 def main(words: list[str]) -> int:
     parser = Parser("python -m scripts.dev.figures", __doc__ or "")
     parser.add_argument("--check", action="store_true", help="write nothing, say what is out of date")
-    parser.add_argument("--readme", type=Path, help="of these figures alone, into another file")
     given = parser.parse_args(words)
-    chosen = {given.readme: figures_readme} if given.readme else PAGES
     status = 0
-    for page, maker in chosen.items():
-        parts = maker.parts()
+    for page, makers in PAGES.items():
+        parts = {name: make() for name, make in makers.items()}
         if given.check:
             for name in pages.stale(page, parts):
                 print(f"{page}: {name}: out of date; run make figures")
                 status = 1
         else:
             pages.rewrite(page, parts)
-    if given.readme:
-        return status
+    picture = figures_gain.PICTURE
     if not given.check:
         draw_results()
+        picture.write_text(figures_gain.drawn())
+    elif picture.read_text() != figures_gain.drawn():
+        print(f"{picture}: out of date; run make figures")
+        status = 1
     for found, bound in (
         (figures_plan.steps(), figures_plan.STEP_BOUND),
         (figures_plan.alone(), figures_plan.HEAD_BOUND),

@@ -1,4 +1,4 @@
-"""The plan held against what was measured: the tables of docs/plan.md, its picture, and README's table.
+"""The plan held against what was measured: the tables of docs/plan.md, and what README.md has of the plan.
 
 Measured are the launches and heads of docs/benchmarks/results, on H200s: each launch's own command line is
 read and planned, and the peaks are compared.
@@ -29,7 +29,7 @@ from megatron_fused_ce.scripts.lib.tables import markdown as table
 
 RESULTS = REPOSITORY / results.RESULTS
 DAY = "2026-11-21-h200-"
-PAGE = REPOSITORY / "docs" / "plan.md"
+README, PAGE = REPOSITORY / "README.md", REPOSITORY / "docs" / "plan.md"
 GIB = 2**30
 
 #: Of the peak of a whole step and of a head alone. A graph's pool of its own is not counted.
@@ -229,7 +229,7 @@ def printed(words: str) -> str:
     return "\n".join(["```", f"$ python -m megatron_fused_ce plan {words}", *lines, "```"])
 
 
-#: README's lengths: more than 8192 tokens with what else is usual there.
+#: Lengths of the page's table: more than 8192 tokens with what else is usual there.
 LENGTHS = {8192: "", 32768: "", 131072: "--recompute-granularity full"}
 EXAMPLES = "scripts/examples"
 #: Label, and the words of a plan but for its length.
@@ -240,14 +240,14 @@ HELP = (
     ),
     ("Qwen3-4B, TP 2", "--model qwen3-4b --gpus 8 --tp 2 --sequence-parallel"),
     (
-        f"[Llama-3-8B, TP 2]({EXAMPLES}/llama3_8b.sh)",
+        f"[Llama-3-8B, TP 2](../{EXAMPLES}/llama3_8b.sh)",
         f"--from-launch {REPOSITORY / EXAMPLES / 'llama3_8b.sh'}",
     ),
     ("Llama-3-8B, TP 4", "--model llama-3-8b --gpus 8 --tp 4 --sequence-parallel"),
     ("Llama-2-13B, TP 4, V = 32000", "--model llama-2-13b --gpus 8 --tp 4 --sequence-parallel"),
     ("OLMo-2-13B, TP 4, V = 100352", "--model olmo-2-13b --gpus 8 --tp 4 --sequence-parallel"),
     (
-        f"[Llama-3-70B, TP 8, PP 4]({EXAMPLES}/llama3_70b.sh), 64 GPUs",
+        f"[Llama-3-70B, TP 8, PP 4](../{EXAMPLES}/llama3_70b.sh), 64 GPUs",
         f"--from-launch {REPOSITORY / EXAMPLES / 'llama3_70b.sh'}",
     ),
 )
@@ -258,10 +258,7 @@ TE_LOSS = " --cross-entropy-loss-fusion --cross-entropy-fusion-impl te"
 
 def help_table() -> str:
     """Of each training and length the predicted peaks, as `_peaks` writes them."""
-    head = [
-        "Predicted GiB a GPU, 8 H100s where not said (never run: TP 8, more than four GPUs): "
-        "unfused, Transformer Engine's loss → with the flag; (does not fit)"
-    ]
+    head = ["8 H100s where not said: unfused, Transformer Engine's loss → with the flag; (does not fit)"]
     head += [f"{tokens} tokens{', full recomputation' if more else ''}" for tokens, more in LENGTHS.items()]
     rows = [
         [label, *(_peaks(f"{words} --seq-length {tokens} {more}") for tokens, more in LENGTHS.items())]
@@ -278,6 +275,44 @@ def _peaks(words: str) -> str:
     return f"{each[0]}, {each[1]} → {each[2]}"
 
 
+#: What README's readers train, and a plan of it; then what was measured, with its page.
+TRAININGS = (
+    ("1B, 131072 tokens", "--model llama-3.2-1b --gpu h200 --seq-length 131072 --recompute-granularity full"),
+    ("8B, TP 1, 32768 tokens", "--model qwen3-8b --gpus 8 --seq-length 32768 --recompute-granularity full"),
+    (
+        "GPT-OSS-20B, 16384 tokens",
+        "--model gpt-oss-20b --gpus 8 --ep 8 --seq-length 16384 --recompute-granularity full",
+    ),
+    ("8B, TP 4, 8192 tokens", "--model llama-3-8b --gpus 8 --tp 4 --sequence-parallel --seq-length 8192"),
+    ("70B, TP 8", "--model llama-3-70b --gpus 64 --tp 8 --pp 4 --sequence-parallel --seq-length 8192"),
+)
+MEASURED = (
+    "| [RL](docs/rl/index.md) | yes | at most "
+    "[0.70](docs/benchmarks/results/2026-11-26-h100-80gb-hbm3-rl-peers.md) of verl's time |",
+    "| [distillation](docs/distillation.md) | yes | "
+    "[2.95 GiB](docs/benchmarks/results/2026-11-26-h100-80gb-hbm3-distill-peers.md), "
+    "a tenth of eager ModelOpt's |",
+    "| [small heads](docs/performance.md#small-heads) | no | "
+    "up to [1.24](docs/benchmarks/2026-11-23.md) of `te`'s time |",
+)
+#: Least share of the peak that is saved -> the word for it.
+WORDS = {0.1: "yes", 0.01: "some", -1.0: "no"}
+
+
+def trainings() -> str:
+    """README's table: of each training whether the flag helps, and one number; then a plan's first words."""
+    rows = []
+    for label, words in TRAININGS:
+        advice = command.plan_of(shlex.split(words)).advice
+        saved = 1 - advice.recommended.peak / advice.baseline.peak
+        word = next(word for least, word in WORDS.items() if saved >= least)
+        rows.append(f"| {label} | {word} | {f'−{saved:.0%}' if saved >= 0.005 else 'nothing'} |")
+    plan_of_one, _ = printed("--model llama-3.2-1b --seq-length 32768").split("\n\n", 1)
+    asked = "\nAsk about your launch, by log or script too ([how](docs/plan.md)):\n"
+    head = ["| you train | help? | for instance |", "|---|---|---|"]
+    return "\n".join([*head, *rows, *MEASURED, asked, plan_of_one, "```", ""])
+
+
 def model_list() -> str:
     """Every name that ``--model`` knows, by the maker whose sizes they are."""
     rows: dict[str, list[str]] = {}
@@ -286,9 +321,16 @@ def model_list() -> str:
     return "; ".join(f"{maker}: {', '.join(names)}" for maker, names in rows.items()) + ".\n"
 
 
-def parts() -> dict[str, str]:
-    """Everything in docs/plan.md that is made here, by the name of its markers."""
-    return {"example": printed(EXAMPLE), "off": off_table(), "models": model_list()}
+#: Page -> its parts, by the name in their comments, and what makes each.
+PAGES = {
+    README: {"help": trainings},
+    PAGE: {
+        "plans": help_table,
+        "example": lambda: printed(EXAMPLE),
+        "off": off_table,
+        "models": model_list,
+    },
+}
 
 
 def outside(found: Sequence[Compared], bound: float) -> list[str]:

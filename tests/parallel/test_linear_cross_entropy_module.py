@@ -1,6 +1,6 @@
 """The output layer of Megatron's dev branch: a subclass with a loss on request.
 
-A class with its contract here; Megatron's own was run with docs/rl.md's frameworks.
+A class with its contract here; Megatron's own was run with docs/rl's frameworks.
 """
 
 from __future__ import annotations

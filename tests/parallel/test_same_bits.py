@@ -1,6 +1,6 @@
 """A token's loss is the same to the bit wherever it stands, whatever is beside it, however chunks are cut.
 
-The promise is the scaled-exp GEMM's, at a fixed tensor-parallel degree (docs/rl.md). A GPU can break it in
+The promise is the scaled-exp GEMM's, at a fixed tensor-parallel degree (docs/rl). A GPU can break it in
 ways that Triton's interpreter cannot.
 """
 

@@ -307,10 +307,10 @@ def test_the_commands_run_from_elsewhere_on_a_cpu_without_triton(python, tmp_pat
 
 
 def test_the_stand_ins_for_cuda_from_elsewhere(python, tmp_path):
-    """What docs/examples.md tells users to launch on a CPU."""
+    """What docs/launch.md tells users to launch on a CPU."""
     (tmp_path / "script.py").write_text("import sys, torch; print(sys.argv, torch.cuda.is_available())")
     words = ("-m", "megatron_fused_ce.scripts.lib.megatron_cpu", "script.py", "--distributed-backend", "gloo")
-    assert words[1] in (ROOT / "docs" / "examples.md").read_text()
+    assert words[1] in (ROOT / "docs" / "launch.md").read_text()
     done = run(python, *words, cwd=tmp_path)
     assert done.stdout.splitlines()[-1] == "['script.py', '--distributed-backend', 'gloo'] True"
 

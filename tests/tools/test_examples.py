@@ -112,7 +112,7 @@ def test_an_argument_that_megatron_does_not_know_ends_the_launch(run):
 
 
 def test_transformer_engines_loss_fusion_is_refused_by_megatron(run):
-    """What docs/migration says of it."""
+    """What docs/coming-from.md says of it."""
     status, output = run("llama3_8b", "--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "te")
     assert status == 1 and "disabled due to stability issues" in output
 

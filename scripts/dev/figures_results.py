@@ -1,4 +1,4 @@
-"""The figures of README.md, from committed results and the plan."""
+"""The tables of docs that committed results hold the figures of, by page."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from typing import Any
 from megatron_fused_ce.cli.command_line import UsageError
 from megatron_fused_ce.planner.choose import plan
 from megatron_fused_ce.planner.memory import PlanInputs
-from megatron_fused_ce.scripts.dev import figures_plan
 from megatron_fused_ce.scripts.lib import results, tables
 from megatron_fused_ce.scripts.lib.results import REPOSITORY, Row
 
-PAGE = REPOSITORY / "README.md"
+DOCS = REPOSITORY / "docs"
 RESULTS = REPOSITORY / results.RESULTS
 
 
@@ -64,7 +63,7 @@ def whole_steps() -> str:
 #: The head alone: operands of a head that trained on text and random ones on one H100, and four H200s.
 TRAINED, ON_FOUR = "2026-11-26-h100-80gb-hbm3-trained-t39", "2026-11-21-h200-tp4-reach"
 FOUR = {"T": 32768, "tp": 4, "sp": True}
-#: Label and variant of each row, and what it can do, in the columns' order (docs/features.md has sources).
+#: Label and variant of each row, and what it can do, in the columns' order (docs/comparison.md has sources).
 ROWS = (
     ("Megatron unfused", "megatron-unfused", "yes", "yes", "yes"),
     ("Megatron native fusion", "megatron-native", "yes", "yes", "yes"),
@@ -145,11 +144,9 @@ def _inputs(row: Row) -> PlanInputs:
     )
 
 
-def parts() -> dict[str, str]:
-    """Text of every part, by the name in its comments."""
-    return {
-        "whole steps": whole_steps(),
-        "speed and memory": speed_and_memory(),
-        "plans": figures_plan.help_table(),
-        "same training": same_training(),
-    }
+#: Page -> its parts, by the name in their comments, and what makes each.
+PAGES = {
+    DOCS / "performance.md": {"whole steps": whole_steps},
+    DOCS / "comparison.md": {"speed and memory": speed_and_memory},
+    DOCS / "numerics.md": {"same training": same_training},
+}
