@@ -192,7 +192,7 @@ class Merged(NamedTuple):
     """A chunk's statistics over all shards, natural units; the same on every rank."""
 
     loss: Tensor  # fp32 [C]: the plain loss, without options
-    terms: Tensor  # fp32 [4, C]: TokenTerms without the mass
+    terms: Tensor  # fp32 [4, C]: the fields of losses.statistics.TokenTerms
     #: fp32 [C]: the largest row_shift of any shard; None if the shard is the whole vocabulary
     row_shift: Tensor | None
     extra: ExtraStatistics = NO_EXTRA

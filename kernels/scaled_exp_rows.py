@@ -181,7 +181,7 @@ def _combine_tiles_kernel(
     argmax_ptr,  # [C] int64, out: column of the largest logit
     weighted_ptr,  # [C] fp32, out, natural units: records.ExtraStatistics.weighted
     loss_ptr,  # [C] fp32, out, natural units
-    saved_ptr,  # [4, C] fp32, out: loss.TokenTerms
+    saved_ptr,  # [4, C] fp32, out: losses.statistics.TokenTerms
     e_ptr,  # [C, V], in and out
     row_scale_ptr,  # [C] fp32, out: a factor
     inv_temperature_ptr,  # [C] fp32

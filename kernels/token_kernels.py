@@ -1,4 +1,4 @@
-"""The ``[C]``-sized maths of loss.py in one launch each, instead of some eight elementwise ones.
+"""The ``[C]``-sized maths of losses/statistics.py in one launch each, instead of some eight elementwise ones.
 
 16 bytes read of each shard and 24 written a token: 0.7 MB at ``C = 8192`` and 4 shards, all launch latency.
 Predicted: 2 us each.
@@ -29,7 +29,7 @@ def _addends(shard_ptr, rows, inside, num_rows, row_max):
 
 @triton.jit
 def addends(row_shift, sum_exp_nonlabel, label_logit, row_max):
-    """One shard's addends to (sum_exp_nonlabel, label, z_y - m): loss.shard_addends."""
+    """One shard's addends to (sum_exp_nonlabel, label, z_y - m): losses.statistics.shard_addends."""
     shifted = label_logit - row_max
     here = label_logit != _NOT_HERE
     rescaled = tl.where(sum_exp_nonlabel == 0.0, 0.0, sum_exp_nonlabel * tl.exp(row_shift - row_max))
@@ -87,7 +87,7 @@ def _token_loss_kernel(
     row_max_ptr,  # [C] fp32
     terms_ptr,  # [3, C] fp32, summed over the shards
     loss_ptr,  # [C] fp32, out
-    saved_ptr,  # [4, C] fp32, out: loss.TokenTerms
+    saved_ptr,  # [4, C] fp32, out: losses.statistics.TokenTerms
     num_rows,
     BLOCK: tl.constexpr,
 ):
@@ -110,7 +110,7 @@ def _larger(a, b):
 def _merge_shards_kernel(
     shards_ptr,  # [R, 4, C] fp32
     loss_ptr,  # [C] fp32, out
-    saved_ptr,  # [4, C] fp32, out: loss.TokenTerms
+    saved_ptr,  # [4, C] fp32, out: losses.statistics.TokenTerms
     row_shift_ptr,  # [C] fp32, out
     num_shards,
     num_rows,

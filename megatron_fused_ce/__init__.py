@@ -78,6 +78,4 @@ def __getattr__(name: str) -> Any:
         return import_module(f"{__name__}.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name.startswith("fused_"):
-        import_module(f"{__name__}.cli.versions").require("torch", import_module("torch").__version__)
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

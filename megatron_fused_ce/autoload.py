@@ -4,9 +4,9 @@
 
     python -m megatron_fused_ce autoload install | status | remove
 
-``install`` writes one line into this environment's ``site-packages``: Python then installs the import
-hook at start-up, and only in processes whose command line holds ``--fused-chunked-ce`` or a
-``--fused-ce-*``, which is an error by itself.
+``install`` writes two files into this environment's ``site-packages``: a .pth file, which imports the other,
+a copy of :mod:`.autoload_start`. Python then installs the import hook at start-up, and only in processes
+whose command line holds ``--fused-chunked-ce`` or a ``--fused-ce-*``, which is an error by itself.
 """
 
 from __future__ import annotations
@@ -14,39 +14,15 @@ from __future__ import annotations
 import argparse
 import sys
 import sysconfig
+from importlib.util import cache_from_source
 from pathlib import Path
 
-from megatron_fused_ce.adapter.arguments import FLAG, PREFIX
-
-#: Run by ``site`` if a flag is on the command line. The package may have been uninstalled since; under
-#: torchrun the launcher has already said so.
-_CODE = """
-import os, sys
-try:
-    from megatron_fused_ce.adapter.import_hook import install
-except ModuleNotFoundError as error:
-    if not (error.name or "").startswith("megatron_fused_ce"):
-        raise
-    if "TORCHELASTIC_RUN_ID" not in os.environ and not hasattr(sys, "megatron_fused_ce_is_missing"):
-        sys.megatron_fused_ce_is_missing = True  # site may run a .pth file of lib and of lib64
-        print("megatron_fused_ce is not installed any more, so {flag} is unknown: install it again, or "
-              "delete {file}", file=sys.stderr)
-else:
-    install()
-"""
-
-
-def line() -> str:
-    """The line that ``site`` runs at every start of Python: short, and without effect unless one of the
-    flags is given."""
-    code = _CODE.format(flag=FLAG, file=path())
-    given = f"any(word.startswith({(FLAG, PREFIX)!r}) for word in getattr(sys, 'argv', ()))"
-    return f"import sys; {given} and exec({code!r}, {{}})\n"
+NAME = "megatron_fused_ce_autoload"
 
 
 def path() -> Path:
-    """Path of the file with that line."""
-    return Path(sysconfig.get_paths()["purelib"]) / "megatron_fused_ce_autoload.pth"
+    """Path of the file with that line; the module lies beside it."""
+    return Path(sysconfig.get_paths()["purelib"]) / f"{NAME}.pth"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -58,12 +34,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("action", choices=("install", "status", "remove"))
     action = parser.parse_args(argv).action
     file = path()
+    module = file.with_suffix(".py")
     was_there = file.is_file()
     try:
         if action == "install":
-            file.write_text(line())
+            module.write_text(Path(__file__).with_name("autoload_start.py").read_text())
+            file.write_text(f"import {NAME}\n")
         elif action == "remove":
-            file.unlink(missing_ok=True)
+            for made in (file, module, Path(cache_from_source(module))):
+                made.unlink(missing_ok=True)
     except OSError as error:
         print(
             f"cannot write {file}: {error.strerror}; use an environment of your own, or launch with "

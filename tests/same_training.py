@@ -35,7 +35,7 @@ from megatron_fused_ce.scripts.lib import gpu, launches, results
 from megatron_fused_ce.scripts.lib.launches import REFERENCE, STOCK, Started
 from megatron_fused_ce.scripts.runs import compare
 
-CHUNK = 1024
+NUM_CHUNKS = 8
 MODEL = """
     --num-layers 12 --hidden-size 768 --ffn-hidden-size 2048 --num-attention-heads 12 --seq-length 512
     --max-position-embeddings 512 --micro-batch-size 16 --global-batch-size 16 --vocab-size 65023 --bf16
@@ -70,9 +70,8 @@ class _Backward(torch.autograd.Function):
 
 def _middle(call: Any) -> slice:
     """Of ``hidden`` [s, b, H]: the positions of the chunk in the middle."""
-    positions, batch = call.hidden.shape[:2]
-    length = max(1, min(CHUNK, positions * batch // 4) // batch)
-    return slice(positions // 2, positions // 2 + length)
+    positions = call.hidden.shape[0]
+    return slice(positions // 2, positions // 2 + max(1, positions // NUM_CHUNKS))
 
 
 def _no_grad_hidden(head: Callable[[Any], Any], call: Any) -> Any:
@@ -143,7 +142,7 @@ def words_of(options: Any, run: str, more: list[str]) -> list[str]:
     name, _, seed = run.rpartition("-")
     on_cpu, error = options.device == "cpu", name.removeprefix("planted-")
     module = ["-m", "megatron_fused_ce.scripts.lib.megatron_cpu"] if on_cpu else []
-    flags = STOCK.get(name, f"{FLAG} --fused-ce-chunk-tokens {CHUNK}")
+    flags = STOCK.get(name, f"{FLAG} --fused-ce-num-chunks {NUM_CHUNKS}")
     if name not in STOCK:
         module = module or ["-m", "megatron_fused_ce.launch"]
     if error in PLANTS:

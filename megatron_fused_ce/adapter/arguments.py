@@ -13,14 +13,7 @@ from typing import Any, NamedTuple
 
 from megatron_fused_ce.adapter import forms
 from megatron_fused_ce.cli.command_line import BILLION, number, whole
-from megatron_fused_ce.config import (
-    LOGIT_PRECISION_CHOICES,
-    LOGITS_BACKEND_CHOICES,
-    MERGE_CHOICES,
-    SMOOTHING_FORM_CHOICES,
-    STRATEGY_CHOICES,
-    FusedCEConfig,
-)
+from megatron_fused_ce.config import LOGIT_PRECISION_CHOICES, MERGE_CHOICES, STRATEGY_CHOICES, FusedCEConfig
 
 FLAG = "--fused-chunked-ce"
 #: How the other flags begin.
@@ -51,23 +44,19 @@ class Option(NamedTuple):
 
 
 _COMMON = (
+    Option("memory_mb", {"type": whole(), "metavar": "M"},
+        "memory budget of the head in MiB, beside its inputs and gradients "
+        "(default: what grad_in_forward needs)"),
+)  # fmt: skip
+_ADVANCED = (
     Option("strategy", {"choices": STRATEGY_CHOICES},
         "store: keep the logits in bf16 (or fp16, fp32) for the backward; grad_in_forward: compute the "
         "gradients in the forward, and again for a loss that is no scalar times sum(losses * loss_mask); "
         "recompute: compute the logits again in the backward, within a small budget; auto (default): the "
         "fastest that fits the memory budget"),
-    Option("memory_mb", {"type": whole(), "metavar": "M"},
-        "memory budget of the head in MiB, beside its inputs and gradients "
-        "(default: what grad_in_forward needs)"),
-)  # fmt: skip
-_CHUNKING = (
     Option("num_chunks", {"type": whole(), "metavar": "N"},
         "split the tokens of a micro-batch into N equal chunks (default: chosen by a planner; "
         "python -m megatron_fused_ce plan-head shows its choice)"),
-    Option("chunk_tokens", {"type": whole(), "metavar": "C"},
-        "or into chunks of C tokens, counted over the tensor-parallel group"),
-)  # fmt: skip
-_OF_LOSS = (
     Option("label_smoothing", {"type": _share, "metavar": "A"},
         "label smoothing over the whole vocabulary, for any tensor-parallel size"),
     Option("z_loss", {"type": number(), "metavar": "Z"},
@@ -79,22 +68,13 @@ _OF_LOSS = (
     Option("mask_padded_vocab", {"action": "store_true"},
         "leave the padding of the vocabulary out of the softmax (stock Megatron includes it)"),
     Option("skip_masked", {"action": "store_true"}, "skip the GEMMs of tokens whose loss_mask is 0"),
-)  # fmt: skip
-_ADVANCED = (
     Option("merge", {"choices": MERGE_CHOICES},
         "collectives that combine the tokens' statistics over tensor-parallel ranks: packed: one "
         "all-gather; all_reduce: a MAX and a SUM all-reduce; auto (default): packed"),
-    Option("label_smoothing_form", {"choices": SMOOTHING_FORM_CHOICES},
-        "how much label smoothing A spreads over the K classes: megatron (default): A * K / (K - 1); "
-        "pytorch: A"),
     Option("logit_precision", {"choices": LOGIT_PRECISION_CHOICES},
         "activations: round the logits to the activations' dtype, as Megatron's output layer does; "
-        "fp32: do not, as with --output-logit-dtype fp32; auto (default): fp32 with the scaled-exp GEMM "
-        "(--fused-ce-logits-backend), rounded elsewhere"),
-    Option("logits_backend", {"choices": LOGITS_BACKEND_CHOICES},
-        "scaled_exp: exponentiate in the GEMM's epilogue (bf16, Hopper and newer); gemm_rows: a plain "
-        "GEMM, then row kernels; auto (default): scaled_exp on compute capability 9.0, where it was "
-        "measured"),
+        "fp32: do not, as with --output-logit-dtype fp32; auto (default): fp32 with the scaled-exp GEMM, "
+        "rounded elsewhere"),
     Option("debug_checks", {"action": "store_true"},
         "compare shapes, options and the numbers of labels, token weights and temperatures over the "
         "tensor-parallel ranks on every call, not only shapes and options on the first"),
@@ -105,7 +85,7 @@ _ADVANCED = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the flags to Megatron's parser (or any other): a group for users, one for experts."""
+    """Add the flags to Megatron's parser (or any other): two flags for all, the rest "advanced"."""
     common = parser.add_argument_group(
         title="fused chunked cross-entropy",
         description="megatron_fused_ce: output layer and loss in one, chunk by chunk",
@@ -118,15 +98,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     advanced = parser.add_argument_group(
         title="fused chunked cross-entropy, advanced",
-        description="for comparisons and debugging; the defaults are right for training",
+        description="options of the loss; comparisons and debugging, whose defaults are right for training",
     )
     defaults = vars(FusedCEConfig())
-    for group, options in (
-        (common, _COMMON),
-        (common.add_mutually_exclusive_group(), _CHUNKING),
-        (common, _OF_LOSS),
-        (advanced, _ADVANCED),
-    ):
+    for group, options in ((common, _COMMON), (advanced, _ADVANCED)):
         for name, how, words in options:
             default = defaults.get(name, False if "action" in how else None)
             flag = PREFIX + name.replace("_", "-")

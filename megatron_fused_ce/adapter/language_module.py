@@ -107,7 +107,7 @@ def adopt_output_layer(model: Any, config: FusedCEConfig, joined: bool = False) 
         held=forms.Held(forms.kind_of(model.config), trusted()),
     )
     setattr(model, ADOPTED, config)
-    report.adopted(model, args, has_plan=not joined)
+    report.adopted(model, args)
 
 
 def of_layer(config: FusedCEConfig, layer: Any) -> FusedCEConfig:

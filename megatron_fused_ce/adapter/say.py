@@ -4,6 +4,7 @@ groups, in the last pipeline stage."""
 from __future__ import annotations
 
 import sys
+import textwrap
 from typing import Any
 
 import torch
@@ -14,7 +15,10 @@ _said: set[str] = set()
 
 
 def line(text: str) -> None:
-    print(f"{PREFIX} {text}", file=sys.stdout, flush=True)
+    """Print ``text`` broken at 80 columns; the prefix is on every line."""
+    width = 80 - len(PREFIX) - 1
+    lines = textwrap.wrap(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    print("\n".join(f"{PREFIX} {part}" for part in lines), file=sys.stdout, flush=True)
 
 
 def speaks(tp_group: Any) -> bool:

@@ -1,7 +1,7 @@
 """The oldest versions that this package runs with, and the error for an older one.
 
-pip requires the same (setup.py), but does not see a container's own packages, a checkout on ``PYTHONPATH`` or
-packages that ``--no-deps`` skipped. Tested versions: docs/support.md.
+Checked at the first use: pip asks for any torch (setup.py), so that it replaces none. Tested versions:
+docs/support.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A call's teacher: a second, frozen head whose logits the student's are compared with, chunk by chunk."""
+"""The teacher of a call: a second, frozen head, with whose logits the student's are compared."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_fused_ce.config import FP32_LIMIT, FusedCEConfig
 from megatron_fused_ce.distillation.rows import Divergence, Teacher, divergence_rows
 from megatron_fused_ce.head.call import Call, OtherTargets, in_autocast_dtype
 from megatron_fused_ce.head.targets import in_token_order
-from megatron_fused_ce.head.validation import DTYPES
+from megatron_fused_ce.head.validation import DTYPES, check_one_device, check_plain
 from megatron_fused_ce.kernels.records import DIVERGENCES
 from megatron_fused_ce.logits import LogitsBackend, choose
 from megatron_fused_ce.losses.outputs import MADE_ELSEWHERE
@@ -66,7 +66,7 @@ class Distillation(OtherTargets):
     @property
     def kind(self) -> tuple[Any, ...]:
         given = vars(self)
-        if isinstance(self.label_weights, float):  # whose value may change from step to step
+        if isinstance(self.label_weights, float):  # its value may change from step to step
             given = given | {"label_weights": float}
         return (*given.values(), self.weight.data_ptr() % 16)
 
@@ -83,7 +83,7 @@ class Distillation(OtherTargets):
         return replace(self, hidden=hidden, weight=weight)
 
     def of_head(self) -> Hashable:
-        """One cut of the vocabulary; not its tokens, which may be others."""
+        """The teacher's cut of the vocabulary; its tokens may differ from call to call."""
         weight = self.weight
         return (weight.shape, weight.dtype) if isinstance(weight, Tensor) else type(weight)
 
@@ -91,7 +91,10 @@ class Distillation(OtherTargets):
         return choose.why_not_here(config, self.hidden, self.weight)
 
     def check_shards(self, call: Call, vocab_start: int, comm: VocabParallel, compares: bool) -> None:
-        """Collectives: those of :func:`.raise_if_any`, where the ranks compare."""
+        """Check that both shards hold the same classes.
+
+        Collectives: those of :func:`.raise_if_any`, if the ranks compare.
+        """
         words = why_not_one_cut(
             call.weight.shape[0], self.weight.shape[0], vocab_start, call.config.true_vocab_size, comm.size
         )
@@ -114,7 +117,7 @@ class Distillation(OtherTargets):
             comm=base.comm,
             token_ops=base.token_ops,
             saves_logits=base.saves_logits,
-            saves_e=call.hidden.dtype != torch.float16,  # whose range is too small for rows without factors
+            saves_e=call.hidden.dtype != torch.float16,  # its range needs a factor for each row
             student=student,
             teacher=replace(student, outputs=of_teacher, logit_scale=self.logit_scale / t),
             statistics=statistics,
@@ -126,20 +129,22 @@ class Distillation(OtherTargets):
         )
 
     def in_order(self, call: Call, comm: VocabParallel, vocab_start: int, remakes: bool) -> Teacher:
-        """Collectives: one all-gather of ``[T, H_t]``, where the teacher's tokens are split over the ranks
-        and the student's are not.
+        """The teacher in the order of the student's hidden states.
+
+        Collectives: one all-gather of ``[T, H_t]``, if the teacher's tokens are split over the ranks and the
+        student's are not.
         """
         labels, weights = call.labels, self.label_weights
         if isinstance(weights, Tensor):
             given, weights = weights, in_token_order(weights.detach().float(), labels, comm.num_parts)
             if remakes and weights.data_ptr() == given.data_ptr():
-                weights = weights.clone()  # whose caller may refill its buffer before the backward reads them
+                weights = weights.clone()  # the caller may refill this buffer before the backward
         elif weights is not None:
             shape = comm.num_parts, labels.numel() // comm.num_parts
             weights = labels.new_full(shape, weights, dtype=torch.float32)
         flat = self.hidden.detach().reshape(-1, self.hidden.shape[-1])
         if flat.is_cuda and (flat.stride(-1) != 1 or flat.stride(0) % 8 or flat.data_ptr() % 16):
-            flat = flat.clone(memory_format=torch.contiguous_format)  # which TMA can load
+            flat = flat.clone(memory_format=torch.contiguous_format)  # TMA can load that
         if self.sequence_parallel and not comm.sequence_parallel and comm.size > 1:
             flat, gathering = comm.gathered(flat)
             gathering.wait()
@@ -148,56 +153,15 @@ class Distillation(OtherTargets):
         return Teacher(flat, self.weight.detach()[: call.weight.shape[0]], weights)
 
     def check(self, call: Call, num_ranks: int) -> None:
-        hidden, labels, config = call.hidden, call.labels, call.config
-        for name, tensor in (("teacher_hidden", self.hidden), ("teacher_weight", self.weight)):
-            if not isinstance(tensor, Tensor) or tensor.dtype not in DTYPES or hasattr(tensor, "placements"):
-                kind = f"{tensor.dtype} tensor" if isinstance(tensor, Tensor) else type(tensor).__name__
-                raise TypeError(
-                    f"{name} is a {kind}; expected this rank's plain tensor of float32, bfloat16 or float16 "
-                    "(a teacher's k likeliest ids go to fused_linear_topk_distillation)"
-                )
-        if self.hidden.dtype != self.weight.dtype:
-            raise TypeError(
-                f"teacher_hidden has dtype {self.hidden.dtype} and teacher_weight {self.weight.dtype}; "
-                "expected one dtype, which may differ from the student's"
-            )
-        if self.weight.dim() != 2 or self.hidden.dim() != hidden.dim() or not self.weight.shape[0]:
-            raise ValueError(
-                f"teacher_hidden is {tuple(self.hidden.shape)} and teacher_weight "
-                f"{tuple(self.weight.shape)}; expected {'[s, b, H_t]' if hidden.dim() == 3 else '[T, H_t]'} "
-                "and [V, H_t]"
-            )
-        tokens = (*reversed(labels.shape),)
-        parts = num_ranks if self.sequence_parallel else 1
-        expected = (tokens[0] // parts, *tokens[1:], self.weight.shape[1])
-        if tuple(self.hidden.shape) != expected or tokens[0] % parts:
-            raise ValueError(
-                f"teacher_hidden is {tuple(self.hidden.shape)}; expected {expected}, the student's tokens"
-                + (f", this rank's part of {parts}" if parts > 1 else "")
-                + " (teacher_sequence_parallel says whether the ranks hold their own parts of them)"
-            )
-        if not self.hidden.device == self.weight.device == hidden.device:
-            raise ValueError(
-                f"teacher_hidden on {self.hidden.device}, teacher_weight on {self.weight.device}, hidden on "
-                f"{hidden.device}; expected all on one device"
-            )
-        for name, of_teacher in (("teacher_hidden", self.hidden), ("teacher_weight", self.weight)):
-            if torch.is_grad_enabled() and of_teacher.requires_grad:
-                raise ValueError(
-                    f"{name} requires a gradient, and the teacher gets none: run it under torch.no_grad(), "
-                    f"or pass {name}.detach()"
-                )
-        if torch.is_grad_enabled() and (self.hidden.is_inference() or self.weight.is_inference()):
-            raise ValueError(
-                "the teacher's tensors were made under torch.inference_mode(), and no backward can save "
-                "them: run it under torch.no_grad()"
-            )
+        self._check_tensors(call, num_ranks)
+        self._check_label_weights(call.labels)
         if self.divergence not in DIVERGENCES:
             raise ValueError(f"divergence is {self.divergence!r}; choose one of {', '.join(DIVERGENCES)}")
+        scale, cap = self.logit_scale, self.logit_softcap
         for name, number in (
             ("beta", self.beta),
-            ("teacher_logit_scale", self.logit_scale),
-            ("teacher_logit_softcap", 1.0 if self.logit_softcap is None else self.logit_softcap),
+            ("teacher_logit_scale", scale),
+            ("teacher_logit_softcap", 1.0 if cap is None else cap),
         ):
             if not isinstance(number, (int, float)):
                 raise TypeError(f"{name} is {number!r:.60}; expected a number")
@@ -205,41 +169,77 @@ class Distillation(OtherTargets):
             raise ValueError(
                 f"beta is {self.beta}; expected between 0 and 1: take forward_kl or reverse_kl for the ends"
             )
-        cap = self.logit_softcap
-        if not 0 < abs(self.logit_scale) < FP32_LIMIT or (cap is not None and not 0 < cap < FP32_LIMIT):
+        if not 0 < abs(scale) < FP32_LIMIT or (cap is not None and not 0 < cap < FP32_LIMIT):
             raise ValueError(
-                f"teacher_logit_scale is {self.logit_scale} and teacher_logit_softcap {cap}; expected a "
-                "finite number that is not 0, and None or a finite number above 0"
+                f"teacher_logit_scale is {scale} and teacher_logit_softcap {cap}; expected a finite number "
+                "that is not 0, and None or a finite number above 0"
             )
-        weights = self.label_weights
-        if weights is not None and not self.with_labels:
-            raise ValueError("label_weights are given without labels; give both, or neither")
-        if isinstance(weights, Tensor):
-            alike = weights.shape == labels.shape and weights.device == labels.device
-            if not alike or not weights.is_floating_point():
-                raise ValueError(
-                    f"label_weights are {weights.dtype} {tuple(weights.shape)} on {weights.device}; expected "
-                    f"a number, or floats in the labels' shape {tuple(labels.shape)} on {labels.device}"
-                )
-            if weights.requires_grad and torch.is_grad_enabled():
-                raise ValueError(
-                    "label_weights require a gradient, and get none: pass label_weights.detach()"
-                )
-        if config.loss_terms:
+        if call.config.loss_terms:
             raise ValueError(
-                f"{config.loss_terms} of config do not go with a divergence; add them by a call of "
+                f"{call.config.loss_terms} of config do not go with a divergence; add them by a call of "
                 "fused_linear_cross_entropy"
             )
         if isinstance(call.temperature, Tensor):
             raise ValueError("a teacher takes one temperature for all tokens, a number")
 
+    def _check_tensors(self, call: Call, num_ranks: int) -> None:
+        """Check hidden states and weight of the teacher."""
+        hidden, weight, grad_mode = self.hidden, self.weight, torch.is_grad_enabled()
+        check_plain("teacher_hidden", hidden)
+        check_plain("teacher_weight", weight)
+        if hidden.dtype not in DTYPES or hidden.dtype != weight.dtype:
+            raise TypeError(
+                f"teacher_hidden has dtype {hidden.dtype} and teacher_weight {weight.dtype}; expected one of "
+                "float32, bfloat16 and float16 for both, which may differ from the student's (a teacher's k "
+                "likeliest ids go to fused_linear_topk_distillation)"
+            )
+        for name, tensor in (("teacher_hidden", hidden), ("teacher_weight", weight)):
+            if grad_mode and tensor.requires_grad:
+                raise ValueError(
+                    f"{name} requires a gradient, and the teacher gets none: run it under torch.no_grad(), "
+                    f"or pass {name}.detach()"
+                )
+            if grad_mode and tensor.is_inference():
+                raise ValueError(
+                    f"{name} was made under torch.inference_mode(), and no backward can save it: run the "
+                    "teacher under torch.no_grad()"
+                )
+        tokens, parts = call.labels.shape[::-1], num_ranks if self.sequence_parallel else 1
+        expected = (tokens[0] // parts, *tokens[1:], weight.shape[-1])
+        if weight.dim() != 2 or not len(weight) or tuple(hidden.shape) != expected or tokens[0] % parts:
+            raise ValueError(
+                f"teacher_hidden is {tuple(hidden.shape)} and teacher_weight {tuple(weight.shape)}; expected "
+                f"{'[s, b, H_t]' if len(tokens) == 2 else '[T, H_t]'} and [V, H_t] of the student's tokens "
+                f"{tuple(tokens)}"
+                + (f", this rank's part of {parts}" if parts > 1 else "")
+                + " (teacher_sequence_parallel says whether the ranks hold their own parts of them)"
+            )
+        check_one_device(teacher_hidden=hidden, teacher_weight=weight, hidden=call.hidden)
+
+    def _check_label_weights(self, labels: Tensor) -> None:
+        """Check the weights of the cross-entropy that is added to the divergence."""
+        weights = self.label_weights
+        if weights is not None and not self.with_labels:
+            raise ValueError("label_weights are given without labels; give both, or neither")
+        if not isinstance(weights, Tensor):
+            return
+        alike = weights.shape == labels.shape and weights.device == labels.device
+        if not alike or not weights.is_floating_point():
+            raise ValueError(
+                f"label_weights are {weights.dtype} {tuple(weights.shape)} on {weights.device}; expected "
+                f"a number, or floats in the labels' shape {tuple(labels.shape)} on {labels.device}"
+            )
+        if weights.requires_grad and torch.is_grad_enabled():
+            raise ValueError("label_weights require a gradient, and get none: pass label_weights.detach()")
+
 
 def why_not_one_cut(
     num_rows: int, teacher_rows: int, start: int, true_vocab_size: int | None, num_ranks: int
 ) -> str:
-    """Why these shards of student and teacher do not hold the same classes, or an empty string.
+    """Why these shards of student and teacher do not hold the same classes; empty if they do.
 
-    Before the shard with the last real token all must have as many rows: the next one begins alike then.
+    Every shard but the one with the last real token must have as many rows as the student's, so that the next
+    shard begins at the same id.
     """
     last = true_vocab_size is not None and start + num_rows >= true_vocab_size
     real = num_rows if true_vocab_size is None else min(max(true_vocab_size - start, 0), num_rows)

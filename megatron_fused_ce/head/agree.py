@@ -1,4 +1,4 @@
-"""A call's arguments compared over the ranks of its group."""
+"""Compares the arguments of a call over the ranks of its group."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from megatron_fused_ce.losses.words import in_words
 from megatron_fused_ce.ranks.agreement import Settled, Shard, compare, compare_numbers
 from megatron_fused_ce.ranks.collectives import VocabParallel
 
-#: Fields that must be equal on every rank, beside the config's and the terms; of tensors shape, dtype and
-#: requires_grad. Each rank has its own rows of the weight, vocab_start, head and accumulator.
+#: Fields of a call that must be equal on every rank, beside config and terms. Tensors are equal if shape,
+#: dtype and requires_grad are. Each rank has its own rows of the weight, vocab_start, head and accumulator.
 AGREED = (
     *("hidden", "labels", "token_weights", "temperature", "sequence_parallel", "outputs", "differentiable"),
     *("zero_unknown", "reduce_grad_hidden", "with_argmax", "uses_in_flight"),
@@ -21,10 +21,10 @@ AGREED = (
 
 
 def must_agree(call: Call) -> dict[str, str]:
-    """Text of all that must be equal on every rank, by the name that an error gives it.
+    """Text of every value that must be equal on all ranks, by the name that an error gives it.
 
     Raises:
-        TypeError: a value that cannot be compared; over one rank, too, so that it does not fail first on two.
+        TypeError: a value cannot be compared. Also raised over one rank, before anybody tries two.
     """
     words = {"grad mode": _grad_mode(call)}
     words |= {name: _in_words(getattr(call, name)) for name in AGREED}
@@ -43,7 +43,7 @@ def _grad_mode(call: Call) -> str:
 
 
 def _in_words(value: Any) -> str:
-    """Text of an argument; of tensors dtype, shape and requires_grad."""
+    """Text of an argument; for tensors dtype, shape and requires_grad."""
     if isinstance(value, OtherTargets):
         return ", ".join(f"{name} {_in_words(given)}" for name, given in value.arguments.items())
     if not isinstance(value, Tensor):
@@ -59,11 +59,15 @@ def compared(
     of_rank: dict[str, int] | None = None,
     more: dict[str, int] | None = None,
 ) -> Settled:
-    """This call's arguments compared over the ranks of its group; ``error``: what this rank found wrong.
+    """Compare a call over the ranks of its group; return what they settled.
 
-    ``of_rank``, collectives and errors are those of :func:`.agreement.compare`; ``more`` must be equal
-    on every rank, too. With ``config.debug_checks`` then those of :func:`.agreement.compare_numbers`, for all
-    tensors with a number for each token.
+    Args:
+        error: what this rank found wrong with its arguments; raised on every rank.
+        of_rank: as for :func:`.agreement.compare`.
+        more: numbers that must be equal on every rank, beside the call's own arguments.
+
+    Collectives and errors: those of :func:`.agreement.compare`; then, with ``config.debug_checks``, those of
+    :func:`.agreement.compare_numbers` for every tensor with a number per token.
     """
     assert comm.group is not None
     shard = Shard(None, 0)
@@ -74,9 +78,6 @@ def compared(
     settled = compare(comm.group, same, of_rank or {}, shard, call.config.true_vocab_size, error)
     if call.config.debug_checks:
         others = call.other_targets
-        per_token = {
-            **{"labels": call.labels, "token_weights": call.token_weights, "temperature": call.temperature},
-            **{name: others.arguments[name] for name in others.per_token},
-        }
-        compare_numbers(per_token, comm.group)
+        per_token = {name: getattr(call, name) for name in ("labels", "token_weights", "temperature")}
+        compare_numbers(per_token | {name: others.arguments[name] for name in others.per_token}, comm.group)
     return settled

@@ -1,4 +1,4 @@
-"""The head as one node of autograd's graph: saves, runs the loops, returns."""
+"""The head as one node of autograd's graph: it saves, runs the loops and returns."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _REFUSED = "the fused head has no second derivative: take Megatron's own head fo
 
 
 class _NoSecondDerivative(torch.autograd.Function):
-    """Identity of the gradients, whose own backward raises: the head has no second derivative."""
+    """Identity of the gradients, whose own backward raises."""
 
     @staticmethod
     def forward(ctx: Any, num_made: int, *made_and_sources: Tensor | None) -> Gradients:
@@ -40,11 +40,11 @@ class _NoSecondDerivative(torch.autograd.Function):
 
 
 def differentiated_once(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
-    """Mark a backward whose own derivative does not exist.
+    """Decorator of a backward that has no derivative: differentiating its results raises.
 
-    With ``create_graph=True`` its results depend on the upstream gradients and on the saved inputs by a
-    function that raises where somebody differentiates it. torch's ``once_differentiable`` puts its error
-    behind new leaves: gradients for named inputs, as a Hessian-vector product asks for them, would be 0.
+    With ``create_graph=True`` the results depend on the upstream gradients and on the saved inputs through a
+    function that raises. torch's ``once_differentiable`` would make them depend on new leaves instead:
+    gradients for named inputs, as a Hessian-vector product asks for them, would silently be 0.
     """
 
     @functools.wraps(backward)
@@ -53,7 +53,7 @@ def differentiated_once(backward: Callable[..., Gradients]) -> Callable[..., Gra
             return backward(ctx, *grads)
         if ctx.needs_input_grad[0] and not getattr(ctx, "saves_input", True):
             raise RuntimeError(f"{_REFUSED}, and with skip_masked no backward under create_graph=True")
-        # Read once, what a checkpoint gives once; used up by this backward, what was made in the forward.
+        # Under checkpointing saved_tensors may be read once; gradients of the forward are used up here.
         saved, node = ctx.saved_tensors, SimpleNamespace(**vars(ctx))
         node.saved_tensors, node.needs_input_grad, ctx.made = saved, ctx.needs_input_grad, None
         with torch.no_grad():
@@ -66,7 +66,7 @@ def differentiated_once(backward: Callable[..., Gradients]) -> Callable[..., Gra
 
 
 def take_apart(structure: Any, tensors: list[Tensor | None]) -> Any:
-    """Append the tensors of nested tuples, and Nones, to ``tensors``; the structure with None for each."""
+    """Append the leaves of nested tuples to ``tensors``; return the tuples with None for each leaf."""
     parts: list[Any] = []
     for part in structure:
         if isinstance(part, tuple):
@@ -78,13 +78,13 @@ def take_apart(structure: Any, tensors: list[Tensor | None]) -> Any:
 
 
 def put_together(structure: Any, tensors: Iterator[Tensor | None]) -> Any:
-    """The inverse of :func:`take_apart`. (torch's pytree takes five times as long.)"""
+    """Undo :func:`take_apart`. (torch's pytree takes five times as long.)"""
     parts = [next(tensors) if part is None else put_together(part, tensors) for part in structure]
     return tuple.__new__(type(structure), parts)
 
 
 class FusedLinearCrossEntropy(torch.autograd.Function):
-    """Hidden states and weight in, losses and requested outputs out."""
+    """The node: takes hidden states and weight, gives losses and requested outputs."""
 
     @staticmethod
     def forward(
@@ -96,7 +96,10 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         open_grad_weight: OpenGradWeight,
         in_batch: tuple[int, int] | None,  # (b, s) for outputs [b, s]; None for [T]
     ) -> tuple[Tensor, ...]:
-        """The outputs, in the order of :attr:`.Outputs.terms`."""
+        """Compute the outputs, in the order of :attr:`.Outputs.terms`.
+
+        Collectives: those of :func:`.loop.forward`.
+        """
         tokens, targets, token_weights, ignored, kept = prepared
         flat = hidden.reshape(-1, hidden.shape[-1])
         if kept is not None:
@@ -113,11 +116,11 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
             raise
         ctx.set_materialize_grads(False)
         if spec.needs_grad:
-            # Saved tensors go through autograd, which frees them with the graph; gradients made in the
-            # forward are used up by the first backward.
+            # Autograd frees saved tensors with the graph. Gradients made in the forward stay outside: the
+            # first backward uses them up.
             ctx.spec, ctx.tokens, ctx.open_grad_weight, ctx.made = spec, tokens, open_grad_weight, made
             ctx.hidden_shape = hidden.shape
-            # The input itself where it can be, which autograd knows.
+            # Save the input itself, if possible: differentiated_once needs its place in the graph.
             ctx.saves_input = kept is None and not spec.copies[0]
             tensors: list[Tensor | None] = []
             ctx.structure = take_apart((saved, ignored, kept), tensors)
@@ -133,8 +136,11 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @differentiated_once
     def backward(ctx: Any, *grads: Tensor | None) -> Gradients:
-        """Collectives: the verdict's (:class:`.promise.Verdict`) where gradients were made in the forward or
-        tokens were skipped; then :func:`.loop.backward`'s."""
+        """Compute the gradients, or scale those made in the forward.
+
+        Collectives: those of :class:`.promise.Verdict`, if gradients were made in the forward or tokens were
+        skipped; then those of :func:`.loop.backward`, unless the gradients made in the forward serve.
+        """
         with_hidden, with_weight, *others = ctx.needs_input_grad
         no_others = (None,) * len(others)
         if all(grad is None for grad in grads):
@@ -144,7 +150,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         spec, tokens, made, device = ctx.spec, ctx.tokens, ctx.made, weight.device
         ctx.made = None
         upstream = upstream_of(grads, spec.logits.outputs, tokens.num_parts, ignored)
-        if upstream.beside:  # the promise is of the loss alone
+        if upstream.beside:  # the promise is about the loss alone
             made = None
         lost, of_all = None, upstream
         if kept is not None:
@@ -153,8 +159,8 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
             upstream = saved.targets.others.masked(upstream)
         grad_weight = None
         if with_weight:
-            num_products = len(tokens.chunks) if saved.matrix is None else 1
-            grad_weight = ctx.open_grad_weight(weight, num_products, weight.dtype == torch.float16)
+            num_gemms = len(tokens.chunks) if saved.matrix is None else 1
+            grad_weight = ctx.open_grad_weight(weight, num_gemms, weight.dtype == torch.float16)
         spoilt, result = False, None
         try:
             with autocast_off(device):
@@ -169,7 +175,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
                     if made is not None:
                         assert scale is not None
                         result = loop.scale_made(spec, made, scale, verdict, with_hidden, grad_weight)
-                        del made  # before anything is allocated for others
+                        del made  # its memory serves the gradients that are made again
                         if verdict.broken:
                             spec.promise_was_broken()
                 if spec.in_forward:
@@ -179,7 +185,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
                     result = loop.backward(
                         spec, tokens, hidden, weight, saved, upstream, with_hidden, grad_weight
                     )
-        except BaseException:  # no partial sum is left, then running collectives are waited for
+        except BaseException:  # leave no partial sum, and no running collective
             if grad_weight is not None:
                 grad_weight.abandon()
             spec.comm.join(device)
@@ -195,7 +201,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
 
 
 def autocast_off(device: torch.device) -> AbstractContextManager[Any]:
-    """Switch autocast off: the call's tensors are cast already, and its sums are fp32."""
+    """Context without autocast: the tensors of a call are cast already, and its sums are fp32."""
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
@@ -211,12 +217,12 @@ def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class HeadOutputs(NamedTuple):
-    """Results of :func:`linear_cross_entropy`."""
+    """Results of :func:`linear_cross_entropy`, and how they were computed."""
 
     outputs: dict[str, Tensor]  # the labels' shape
-    plan: Plan  # strategy and chunks of this call
-    logits_backend: str  # the one that was used
-    why_not_scaled_exp: str  # empty if it was used
+    plan: Plan  # strategy and chunks
+    logits_backend: str  # its name
+    why_not_scaled_exp: str  # empty if logits_backend is scaled_exp
 
     @property
     def loss(self) -> Tensor:
@@ -225,7 +231,7 @@ class HeadOutputs(NamedTuple):
 
 @uncompiled
 def linear_cross_entropy(call: Call) -> HeadOutputs:
-    """Evaluate a call of the head: for the public functions and for the Megatron adapter.
+    """Evaluate a call of the head. Every public function and the Megatron adapter end here.
 
     Errors and collectives: those of :func:`.fused_linear_cross_entropy`.
     """

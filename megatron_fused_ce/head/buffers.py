@@ -1,11 +1,10 @@
-"""Buffers of a pass over the chunks, and which collective runs under which matrix product.
+"""Buffers of a pass over the chunks, and the table of which collective runs under which GEMM.
 
-Over one rank there is nothing to hide and every buffer is there once. Over several, ``X(c)`` being a
-chunk's hidden states, ``P(c)`` the product that makes its logits or ``E``, ``dH`` and ``dW`` the two after
-it; under each product the collective that starts just before it::
+``P(c)`` is the GEMM that makes the logits of chunk ``c`` (or ``E``), ``dH(c)`` and ``dW(c)`` are those of its
+gradients. Under each GEMM stands the collective that starts just before it; over one rank there is none::
 
     forward of store    P(c)                          P(c+1)
-    and recompute       stats(c-1) + gather X(c+1)    stats(c) + gather X(c+2)
+    and recompute       merge(c-1) + gather X(c+1)    merge(c) + gather X(c+2)
 
     backward of recompute,   [P(c)]                     dH(c)                      dW(c)
     last chunk first         gather X(next)                                        reduce(c)
@@ -14,22 +13,22 @@ it; under each product the collective that starts just before it::
     (scaled-exp GEMM)                                   reduce(c), gather X(next)  reduce(last)
 
     grad_in_forward               P(c)              dH(c-1)          dW(c-1)
-                        gather X(c+1)     stats(c)         reduce(c-1)
+                        gather X(c+1)     merge(c)         reduce(c-1)
 
-A product fills every SM as long as it runs, ours and cuBLAS's alike, whatever the priority of what waits.
-A collective's kernels enter between two products or not before the next gap; and where they entered on one
-rank, they hold SMs there until they entered on all. So
+A GEMM, ours or cuBLAS's, fills every SM until it ends, whatever the priority of what waits. The kernels of a
+collective enter in the gap between two GEMMs, or wait for the next gap; once in, they hold their SMs until
+they have entered on every rank. Hence two rules:
 
-- a large one starts when a product has ended, before the small kernels that precede the next one (statistics,
-  scaling of rows: 10 us and more), or, where no small kernel follows, before
-  :meth:`.VocabParallel.delay_next_product`;
-- never queue a collective behind another. A rank that misses the gap between two products starts late, and
-  the other ranks hold SMs waiting for it; and under ``CUDA_DEVICE_MAX_CONNECTIONS=1``, where kernels start in
-  the order of their launch, it would hold back the product behind it instead. Where two share a gap (a
-  forward without ``dW``) they leave as one launch.
+- A large collective starts when a GEMM has ended, before the small kernels that precede the next one
+  (statistics, scaling of rows: 10 us and more). If there is no small kernel,
+  :meth:`.VocabParallel.delay_next_gemm` makes a gap.
+- No collective is queued behind another. It could miss the gap on one rank, while the other ranks hold SMs
+  and wait; and under ``CUDA_DEVICE_MAX_CONNECTIONS=1``, where kernels start in the order of their launch, it
+  would hold back the GEMM behind it. Two collectives that share a gap leave as one launch.
 
-Only the first gather of a forward and the tail of its last collective stand alone; the hidden states
-gathered last wait for the backward, which begins with them.
+Only the first gather of a forward and the end of its last collective are exposed; with
+``config.merge="all_reduce"`` the SUM of each chunk's merge, too. The hidden states gathered
+last stay for the backward, which begins with them.
 """
 
 from __future__ import annotations
@@ -42,14 +41,17 @@ from torch import Tensor
 
 from megatron_fused_ce.head.fp16 import scale_
 from megatron_fused_ce.head.tokens import Tokens
-from megatron_fused_ce.logits import LogitsBackend, LogitsGrad
+from megatron_fused_ce.logits import LogitsGrad
 from megatron_fused_ce.planner.chunks import Chunk
 from megatron_fused_ce.ranks.collectives import DONE, VocabParallel, Work
 from megatron_fused_ce.ranks.phases import phase
 
 
 class Ring:
-    """``depth`` buffers ``[C, width]`` with room for the longest chunk, each made when first asked for."""
+    """``depth`` buffers ``[C, width]`` used in turn, each with room for the longest chunk.
+
+    A buffer is allocated when it is first asked for.
+    """
 
     def __init__(
         self, tokens: Tokens, like: Tensor, width: int, depth: int = 1, dtype: torch.dtype | None = None
@@ -58,7 +60,7 @@ class Ring:
         self._buffers: list[Tensor | None] = [None] * depth
 
     def slot(self, index: int, chunk: Chunk) -> Tensor:
-        """The buffer of use ``index``, for ``chunk``; taken again ``depth`` uses later."""
+        """Buffer number ``index``, cut to the size of ``chunk``; ``index + depth`` has the same memory."""
         at = index % len(self._buffers)
         buffer = self._buffers[at]
         if buffer is None:
@@ -68,11 +70,16 @@ class Ring:
         return buffer if buffer.shape[0] == num_tokens else buffer[:num_tokens]
 
 
-class HiddenStates:
-    """The chunks' hidden states ``[C, H]``, taken in order.
+def _own(rows: Tensor, chunk: Chunk) -> Tensor:
+    """A chunk's rows of a tensor ``[n, H]`` of this rank's tokens."""
+    return rows if chunk.stop - chunk.start == len(rows) else rows[chunk.start : chunk.stop]
 
-    With sequence parallelism they are gathered into a ring of ``depth`` buffers. Without a depth there is one
-    buffer for all tokens, :attr:`all_tokens`.
+
+class HiddenStates:
+    """Hidden states ``[C, H]`` of the chunks, taken one after the other.
+
+    With sequence parallelism they are gathered into a ring of ``depth`` buffers. With ``depth`` None they
+    stay, all in one buffer, :attr:`all_tokens`.
     """
 
     def __init__(
@@ -80,9 +87,9 @@ class HiddenStates:
         tokens: Tokens,
         comm: VocabParallel,
         hidden: Tensor,  # [n, H], this rank's tokens
-        chunks: Sequence[Chunk],  # those that are read, in their order
+        chunks: Sequence[Chunk],  # the chunks that are read, in this order
         depth: int | None,
-        first: Tensor | None = None,  # [C, H]: the first of these chunks, gathered before
+        first: Tensor | None = None,  # [C, H]: hidden states of the first of them, if gathered before
     ) -> None:
         self._tokens, self._comm, self._hidden, self._chunks = tokens, comm, hidden, chunks
         self._ring = Ring(tokens, hidden, hidden.shape[1], depth or 1)
@@ -98,7 +105,9 @@ class HiddenStates:
         self.last: Tensor | None = None
 
     def start(self) -> bool:
-        """Start the next gather, into a buffer whose last use has been issued; whether there was one.
+        """Start the gather of the next chunk; return False if there is none to start.
+
+        Its buffer may be overwritten: every kernel that reads it has been launched.
 
         Collectives: one all-gather with sequence parallelism, none after the last chunk.
         """
@@ -112,11 +121,13 @@ class HiddenStates:
         return True
 
     def take(self, chunk: Chunk) -> Tensor:
-        """The next chunk's hidden states, after waiting for them. Collectives: its gather, where it was not
-        started before."""
+        """Wait for the next chunk's hidden states, and return them.
+
+        Collectives: the gather of this chunk, if it was not started before.
+        """
         index, self._taken = self._taken, self._taken + 1
         if not self._comm.sequence_parallel:
-            return self._hidden[chunk.start : chunk.stop]
+            return _own(self._hidden, chunk)
         if index not in self._under_way:
             self.start()
         self.last, pending = self._under_way.pop(index)
@@ -125,9 +136,9 @@ class HiddenStates:
         return self.last
 
     def scaled(self, chunk: Chunk) -> Tensor:
-        """``[C, H]`` for the scaled hidden states of ``chunk``, the last or the last but one taken.
+        """Buffer ``[C, H]`` for the scaled hidden states of ``chunk``, the last or the last but one taken.
 
-        With sequence parallelism where they were gathered.
+        With sequence parallelism it is the buffer that they were gathered into.
         """
         return self._buffer(self._chunks.index(chunk) if self._comm.sequence_parallel else 0, chunk)
 
@@ -138,12 +149,11 @@ class HiddenStates:
 
 
 class GradHidden:
-    """``grad_hidden`` ``[n, H]`` of this rank's tokens: a product for each chunk, summed over the ranks.
+    """``grad_hidden`` ``[n, H]`` of this rank's tokens: one GEMM a chunk, summed over the ranks.
 
-    With sequence parallelism the product is written into a buffer of its own; with ``depth`` 2 the reduction
-    of the chunk before runs under this chunk's product, and reads the other buffer. Rows get their scales
-    once, after the last chunk and its reduction: all ranks of the group share these, so that over several
-    ranks they run over this rank's tokens only.
+    With sequence parallelism the GEMM writes into a buffer of its own; with ``depth`` 2 there are two, and
+    the reduction of one chunk runs under the GEMM of the next. Rows are scaled once, after the last
+    reduction: the scales are the same on every rank, and this rank then scales its own tokens alone.
     """
 
     def __init__(
@@ -162,8 +172,11 @@ class GradHidden:
         self._scales: list[tuple[Chunk, Tensor, Tensor]] = []
 
     def add(self, chunk: Chunk, grad: LogitsGrad) -> None:
-        """Collectives: starts those of :meth:`.VocabParallel.reduce_grad_hidden`."""
-        own = out = self._rows[chunk.start : chunk.stop]
+        """Compute a chunk's rows, and start their reduction.
+
+        Collectives: those of :meth:`.VocabParallel.reduce_grad_hidden`.
+        """
+        own = out = _own(self._rows, chunk)
         if self._tokens.num_parts > 1:
             self._wait(but=self._depth - 1)
             out = self._unreduced.slot(chunk.index, chunk)
@@ -177,10 +190,10 @@ class GradHidden:
             self._scales.append((chunk, own_part(grad.row_scale), own_part(grad.upstream)))
 
     def reduced(self) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """``grad_hidden`` and what its rows are still to be multiplied by: fp32 ``[n]`` each, none for 1."""
+        """Wait for all reductions; ``grad_hidden`` and the factors ``[n]`` fp32 that its rows still need."""
         self._wait(but=0)
         if len(self._tokens.chunks) == 1 and self._scales:
-            return self._rows, self._scales[0][1:]  # the launch that scales the rows multiplies them
+            return self._rows, self._scales[0][1:]  # the launch that scales the rows takes both factors
         if not self._scales:
             return self._rows, ()
         whole = self._rows.new_ones(self._tokens.num, dtype=torch.float32)
@@ -188,16 +201,8 @@ class GradHidden:
             torch.mul(row_scale, upstream, out=whole[chunk.start : chunk.stop])
         return self._rows, (whole,)
 
-    def finish(self, logits: LogitsBackend) -> Tensor:
-        """``grad_hidden`` ``[n, H]``."""
-        rows, scales = self.reduced()
-        if scales:
-            with phase("grad-hidden"):
-                logits.scale_rows(rows, scales[0], rows, *scales[1:])
-        return rows
-
     def _wait(self, but: int) -> None:
-        """Wait for all reductions under way, or all ``but`` the last."""
+        """Wait for all but the last ``but`` reductions under way."""
         if len(self._under_way) > but:
             with phase("reduce"):
                 while len(self._under_way) > but:

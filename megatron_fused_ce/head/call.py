@@ -1,4 +1,4 @@
-"""A call of the head: what the caller gave, before anything is checked."""
+"""A call of the head: every argument that the caller gave, before anything is checked."""
 
 from __future__ import annotations
 
@@ -30,74 +30,78 @@ DEFAULT_CONFIG = FusedCEConfig()
 
 
 class OtherTargets:
-    """What tokens are compared with beside one label each. This one: nothing.
+    """Targets of a call beside one label per token: a teacher, or K labels. This base class has none.
 
-    A subclass is a frozen dataclass, such as :class:`.SeveralLabels`.
+    A subclass is a frozen dataclass, such as :class:`.SeveralLabels`. The head asks it for the loss, for its
+    checks, and for the logits backend that can read it.
     """
 
-    #: the loss in the place of a label's
+    #: term of the loss, which for one label is cross-entropy
     loss: Term = CROSS_ENTROPY
-    #: K, of several labels a token; 0 for one
+    #: K, of K labels per token; 0 for one label
     num_labels = 0
-    #: outputs that the logits backend makes, beside those of :data:`.OUTPUTS`
+    #: names of outputs that the logits backend makes, beside those of :data:`.OUTPUTS`
     outputs: tuple[str, ...] = ()
-    #: those of them that are the loss
+    #: names among them whose value is the loss itself
     equal_to_loss: tuple[str, ...] = ()
-    #: why the scaled-exp GEMM cannot serve, as a thing that its epilogue would have to make; or empty
+    #: what the epilogue of the scaled-exp GEMM would have to make and cannot, in words; or empty
     beyond_scaled_exp = ""
-    #: a loss whose gradient is made from logits of both dtypes, in words; or empty
+    #: a loss whose gradient is made from the logits of two heads, in words; or empty
     saves_logits_for = ""
-    #: arguments among :attr:`arguments` with numbers for each of the labels' tokens
+    #: names among :attr:`arguments` of tensors with numbers for each token of the labels
     per_token: tuple[str, ...] = ()
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The caller's, by their names; of a tensor whose rows may differ between ranks none of them."""
+        """Arguments by name, for comparing ranks. A rank's own rows of a matrix are cut off."""
         return {}
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """All that a spec depends on; of tensors the numbers do not count."""
+        """Values that the spec of a call depends on; of a tensor all but its numbers."""
         return ()
 
     def in_plan(self) -> dict[str, int]:
-        """Fields of :class:`.PlanInputs`."""
+        """Fields of :class:`.PlanInputs` that these targets add."""
         return {}
 
     def in_autocast(self) -> OtherTargets:
-        """With tensors in autocast's dtype."""
+        """A copy whose tensors have autocast's dtype."""
         return self
 
     def of_head(self) -> Hashable:
-        """What makes another head of it to the ranks' agreement."""
+        """Key by which the ranks' agreement tells heads apart that differ in these targets alone."""
         return None
 
     def check(self, call: Call, num_ranks: int) -> None:
-        """Check it beside a call's other arguments, which are checked.
+        """Check these targets; the other arguments of the call have been checked.
 
         Raises:
             TypeError, ValueError: something does not fit.
         """
 
     def why_not_here(self, config: FusedCEConfig) -> str:
-        """As :func:`.choose.why_not_here`."""
+        """Why the scaled-exp GEMM cannot serve these targets on this rank: :func:`.choose.why_not_here`."""
         return ""
 
     def check_shards(self, call: Call, vocab_start: int, comm: VocabParallel, compares: bool) -> None:
-        """Check it against this rank's shard, once the ranks have compared theirs, if they do.
+        """Check these targets against this rank's shard; ``compares``: the ranks compare this call.
 
         Raises:
-            ValueError: on every rank, where they compare.
+            ValueError: on every rank, if they compare.
         """
 
     def backend(self, call: Call, base: LogitsBackend) -> LogitsBackend:
-        """That of these targets, over ``base``."""
+        """The logits backend that reads these targets, made from ``base``."""
         return base
 
     def in_order(
         self, call: Call, comm: VocabParallel, vocab_start: int, remakes: bool
     ) -> OrderedTargets | None:
-        """In the order of the hidden states; ``remakes``: the backward makes logits of some chunk again."""
+        """These targets in the order of the hidden states.
+
+        ``remakes``: the backward makes the logits of some chunk again, and reads the targets for it.
+        """
         return None
 
 
@@ -105,7 +109,7 @@ NOTHING_ELSE = OtherTargets()
 
 
 class Call(NamedTuple):
-    """Everything one call is given: the arguments of the public functions, and what the adapter adds."""
+    """All arguments of one call: those of the public functions, in their order, and what the adapter adds."""
 
     hidden: Tensor  # [s, b, H] or [T, H]; this rank's part with sequence parallelism
     weight: Tensor  # [V, H]
@@ -115,33 +119,33 @@ class Call(NamedTuple):
     token_weights: Tensor | None = None  # the labels' shape
     vocab_start: int | None = None
     config: FusedCEConfig = DEFAULT_CONFIG
-    #: names of outputs beside the loss, and those of them that carry gradients
+    #: names of outputs beside the loss, and the names among them that carry gradients
     outputs: tuple[str, ...] = ()
     differentiable: tuple[str, ...] = ()
-    #: the caller's own loss and outputs, by their names: :func:`.fused_linear_loss`
+    #: the caller's own loss and outputs by name, from :func:`.fused_linear_loss`
     terms: tuple[tuple[str, Term], ...] = ()
     #: a teacher, or K labels a token; ``labels`` may then all be outside the vocabulary
     other_targets: OtherTargets = NOTHING_ELSE
-    #: as for :func:`.rl.token_log_probs`, also the next two; a tensor is in the labels' shape
+    #: :func:`.rl.token_log_probs` describes these three; a tensor of temperatures has the labels' shape
     temperature: float | Tensor = 1.0
     zero_unknown: bool = False
     reduce_grad_hidden: bool = True
     #: also give each token's largest logit in this shard and its column
     with_argmax: bool = False
-    #: what the caller found wrong with its own arguments, to be raised on every rank
+    #: error that a public function found in its arguments; it is raised on every rank
     caller_error: Exception | None = None
-    #: with ``config.skip_masked``: what :func:`.tokens.count` started earlier for these token weights; else
-    #: the call starts it, and the host waits
+    #: number of unmasked tokens (``config.skip_masked``), if :func:`.tokens.count` started early to count
+    #: them; None: the call counts, and the host waits
     unmasked: HostCopy | None = None
-    #: opens the wgrad accumulator (:mod:`.grad_weight`)
+    #: opens the wgrad accumulator of the backward (:mod:`.grad_weight`)
     open_grad_weight: OpenGradWeight = ReturnedGradWeight
-    #: calls that wait for their backward together, for the plan of memory
+    #: number of calls whose backward is outstanding at one time, for the plan of memory
     uses_in_flight: int = 1
-    #: whose calls these are; heads of different weights, or of different losses, are best told apart
+    #: the head that this is a call of; give each weight and each loss a head of its own
     head: Head = UNNAMED
 
     def completed(self) -> Call:
-        """With a config, in autocast's dtype, and without ``differentiable`` outputs under ``no_grad``."""
+        """The call with a config, cast for autocast, and without ``differentiable`` under ``no_grad``."""
         call = self
         if not isinstance(call.config, FusedCEConfig):
             wrong = call.caller_error or why_no_config(call.config)
@@ -158,9 +162,9 @@ class Call(NamedTuple):
         return call
 
     def on_its_device(self) -> AbstractContextManager[Any]:
-        """The device of ``hidden`` as the current one, for Triton's launches and the collectives' streams.
+        """Make the device of ``hidden`` the current one, for Triton's launches and the collectives' streams.
 
-        Autograd's thread for a backward sees to it by itself.
+        For a backward autograd does so itself.
         """
         hidden = self.hidden
         if getattr(hidden, "is_cuda", False) and hidden.get_device() != torch.cuda.current_device():
@@ -172,9 +176,9 @@ _NOTHING = nullcontext()
 
 
 def in_autocast_dtype(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Cast both to autocast's dtype, which is on for the device of ``hidden``.
+    """Cast both to the dtype of autocast, which is on for the device of ``hidden``.
 
-    The weight is cast as in ``F.linear``: one copy for all calls inside the outermost context.
+    The weight is cast as in ``F.linear``: all calls inside the outermost context share one copy.
     """
     dtype = torch.get_autocast_dtype(hidden.device.type)
     cached = _cached(weight, dtype)
@@ -182,10 +186,10 @@ def in_autocast_dtype(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _cached(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """The weight's copy in autocast's own cache, created if needed; None if autocast does not cache it.
+    """The copy of the weight in autocast's own cache, made if needed; None if autocast does not cache it.
 
-    Only autograd gives access to it: a GEMM of no rows saves it for its backward. A cache of this package
-    would have to know when the context ends, and would miss writes through ``.data``.
+    Only autograd gives access to that cache: a GEMM without rows saves the copy for its backward. A cache of
+    this package would have to know when the context ends, and would miss writes through ``.data``.
     """
     if (
         not torch.is_autocast_cache_enabled()
@@ -206,7 +210,7 @@ def _cached(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
 
 
 def takes_config(function: Callable[P, R]) -> Callable[P, R]:
-    """Wrap a function with a ``config`` argument, for a clear error if an option is not in the config.
+    """Decorator of a function with a ``config``: says so where an option is given beside the config.
 
     The wrapped function raises ``TypeError`` for a keyword that is a field of :class:`FusedCEConfig`.
     """

@@ -1,4 +1,4 @@
-"""Powers of two that keep gradients within the range of their dtype, and what undoes them."""
+"""Powers of two that keep gradients within the range of their dtype, and the inverses that undo them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 #: fp16 gradients of logits are scaled so that the largest upstream gradient becomes
 #: ``2**FP16_HEADROOM_BITS``: 2.3e-10 is then the smallest probability that does not underflow.
 FP16_HEADROOM_BITS = 8
-#: The scale is smaller if entries of the weight reach ``2**FP16_WEIGHT_BITS`` or more: the absolute values of
-#: a row of gradients sum to twice its upstream gradient (up to four times that with other outputs), and ``2 *
-#: 4 * 2**(8 + 4)`` is half of fp16's largest number.
+#: The scale is smaller if entries of the weight reach ``2**FP16_WEIGHT_BITS``. Absolute values in a row of
+#: gradients sum to twice its upstream gradient, or up to eight times with other outputs, and
+#: ``8 * 2**(8 + 4)`` is half of fp16's largest number.
 FP16_WEIGHT_BITS = 4
 #: ``grad_in_forward`` saves fp16's ``grad_hidden`` for upstream gradients of up to ``2**FP16_WAITING_BITS``:
 #: as far above fp16's smallest number (2**-24) as weights of up to 2**8 allow.
@@ -22,11 +22,13 @@ FP16_WAITING_BITS = 4
 def scale_for_fp16(
     gradients: Sequence[Tensor], weight: Tensor, factor: Tensor | float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """A power of two that brings the largest upstream gradient, times ``factor`` (one, or one of each
-    token: what its row of gradients may reach), near ``2**8``, and its inverse; fp32 [].
+    """Find the power of two that brings the largest upstream gradient near 2**8, and its inverse; fp32 [].
 
-    Smaller for a large ``weight`` ``[V, H]``, so that the GEMM with it stays finite. Computed on the device,
-    so the host never waits. 1 if no upstream gradient is finite and above 0.
+    It is smaller for a large ``weight`` ``[V, H]``, so that the GEMM with it stays finite. It is 1 if no
+    upstream gradient is finite and above 0. The host does not wait.
+
+    Args:
+        factor: bound of a token's row of gradients for an upstream gradient of 1; a number, or one a token.
     """
     largest = gradients[0].new_zeros(())
     for gradient in gradients:
@@ -42,7 +44,7 @@ def scale_for_fp16(
 def scale_(rows: Tensor, scale: Tensor) -> None:
     """``rows *= scale`` in place, multiplied in fp32: ``[n, H]``, unit column stride, times fp32 ``[]``.
 
-    On a GPU ``mul_`` would first round a factor without dimensions to the rows' dtype.
+    On a GPU ``mul_`` would round a factor without dimensions to the rows' dtype first.
     """
     if rows.is_cuda:
         from megatron_fused_ce.kernels import scaled_exp_rows
@@ -55,12 +57,11 @@ def scale_(rows: Tensor, scale: Tensor) -> None:
 def scale_token_weights(
     token_weights: Tensor, logit_scale: float, dtype: torch.dtype, factor: Tensor | float | None = None
 ) -> Tensor:
-    """Token weights times a power of two that brings the largest (times ``logit_scale``) to a safe size.
+    """Multiply token weights by a power of two that brings the largest (times ``logit_scale``) near 1.
 
-    For fp16 smaller where ``factor``, as :func:`scale_for_fp16` takes it, makes gradients larger.
-
-    ``grad_in_forward`` computes gradients for these weights and multiplies them by a scalar in the backward:
-    values out of the range of ``dtype`` in between would be lost. The same on every rank.
+    ``grad_in_forward`` makes gradients for these weights, and multiplies them by a scalar in the backward:
+    values out of the range of ``dtype`` in between would be lost. The power is the same on every rank. In
+    fp16 it is smaller where ``factor`` (see :func:`scale_for_fp16`) is above 1.
     """
     if not token_weights.numel():
         return token_weights
@@ -79,12 +80,12 @@ def scale_token_weights(
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
-    """``2**exponent`` in fp32, ``exponent`` from -126 to 127. ldexp's power has torch's default dtype."""
+    """``2**exponent`` in fp32, for -126 to 127. torch.ldexp would use torch's default dtype."""
     return ((exponent.to(torch.int32) + 127) << 23).view(torch.float32)
 
 
 def _shift_to(bits: int | Tensor, largest: Tensor) -> Tensor:
-    """The ``n`` with ``2**(bits - 1) <= largest * 2**n < 2**bits``, 0 for none."""
+    """The ``n`` with ``2**(bits - 1) <= largest * 2**n < 2**bits``; 0 if ``largest`` is 0, inf or NaN."""
     _, exponent = torch.frexp(largest)
     shift = (bits - exponent).clamp(-100, 100)
     return torch.where(torch.isfinite(largest) & (largest > 0), shift, 0)

@@ -1,13 +1,14 @@
-"""Wgrad accumulators: ``grad_weight`` is summed over the chunks in fp32, whatever the weight's dtype.
+"""Wgrad accumulators: they sum ``grad_weight`` over the chunks in fp32, whatever the weight's dtype.
 
 A *wgrad accumulator* is opened once per backward, gets one GEMM per chunk and is closed once. A sum in bf16
-would lose precision with the number of chunks (docs/math.md).
+would lose digits with every chunk (docs/math.md).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from contextlib import suppress
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -17,40 +18,42 @@ from megatron_fused_ce.head.promise import Verdict
 
 
 class GradWeight:
-    """The fp32 sum ``[V, H]`` over the chunks, allocated at the first; ``grad_in_forward`` holds it until its
-    backward opens an :class:`Accumulator`."""
+    """The fp32 sum ``[V, H]`` of ``grad_weight`` over the chunks, allocated at the first.
+
+    ``grad_in_forward`` fills it in the forward, and hands it to the :class:`Accumulator` of its backward.
+    """
 
     def __init__(self, weight: Tensor) -> None:
         self._weight = weight
         self.sum: Tensor | None = None
 
     def add(self, grad_logits: Tensor, hidden: Tensor) -> None:
-        """Add ``grad_logits.T @ hidden`` of one chunk: ``[C, V]`` and ``[C, H]``, one dtype."""
+        """Add ``grad_logits.T @ hidden`` of one chunk; ``[C, V]`` and ``[C, H]`` of one dtype."""
         first = self.sum is None
         if self.sum is None:
             self.sum = torch.empty(self._weight.shape, dtype=torch.float32, device=self._weight.device)
         accumulate_(self.sum, grad_logits, hidden, overwrite=first)
 
     def total(self, inv_scale: Tensor | None) -> Tensor:
-        """The sum times ``inv_scale``; zeros if no chunk was added."""
+        """Return the sum times ``inv_scale``; zeros if no chunk was added."""
         if self.sum is None:
             return torch.zeros(self._weight.shape, dtype=torch.float32, device=self._weight.device)
         return self.sum if inv_scale is None else self.sum.mul_(inv_scale)
 
 
 class Accumulator(GradWeight):
-    """The wgrad accumulator of a backward, whose result autograd gets."""
+    """Base class of the wgrad accumulator of a backward, whose result autograd gets."""
 
     def add_total(self, total: Tensor, scale: Tensor, verdict: Verdict) -> bool:
-        """Add ``scale * total``, fp32 ``[]`` times fp32 ``[V, H]``, if the promise was kept; whether it was.
+        """Add ``scale * total``, fp32 ``[]`` times fp32 ``[V, H]``, if the promise was kept; return whether.
 
-        The host waits for the verdict, where it can behind the launch of the addition, which then reads the
-        device's flag itself. ``total`` may be overwritten, whatever the verdict.
+        The host waits for the verdict. If the kernel that adds can read the verdict on the device, it is
+        launched first. ``total`` may be overwritten, whatever the verdict.
         """
         raise NotImplementedError
 
     def close(self, inv_scale: Tensor | None) -> Tensor | None:
-        """Return the weight's gradient for autograd. ``inv_scale`` undoes a scale of everything added."""
+        """Return the gradient that autograd gets; ``inv_scale`` undoes a scale of all that was added."""
         raise NotImplementedError
 
     def spoil(self) -> None:
@@ -61,20 +64,20 @@ class Accumulator(GradWeight):
         """After a failed backward: leave no partial sum that could be taken for the whole."""
 
 
-#: Opens one: (weight, number of products, whether a scale of them is to be undone). Its attribute ``kind``, a
-#: name of :data:`.WGRAD_ACCUMULATORS` and "returned" without it, is for the plan of memory.
+#: Opens an accumulator: (weight, number of GEMMs, whether ``close`` will get a scale). For the plan of memory
+#: it may have an attribute ``kind``, a name of :data:`.WGRAD_ACCUMULATORS`; without it that is "returned".
 OpenGradWeight = Callable[[Tensor, int, bool], Accumulator]
 
 
 class ReturnedGradWeight(Accumulator):
     """Returns ``grad_weight`` to autograd in the weight's dtype.
 
-    A single unscaled product is written in that dtype at once, without the fp32 sum of ``4 * V * H`` bytes.
+    A single GEMM without a scale writes that dtype itself, without the fp32 sum of ``4 * V * H`` bytes.
     """
 
-    def __init__(self, weight: Tensor, num_products: int, scaled: bool) -> None:
+    def __init__(self, weight: Tensor, num_gemms: int, scaled: bool) -> None:
         super().__init__(weight)
-        self._direct = num_products == 1 and not scaled
+        self._direct = num_gemms == 1 and not scaled
         self._grad: Tensor | None = None
         self._spoilt = False
 
@@ -106,13 +109,12 @@ class ReturnedGradWeight(Accumulator):
 
 
 class InPlaceGradWeight(Accumulator):
-    """Adds into an existing gradient buffer, such as Megatron's ``main_grad``.
+    """Adds ``grad_weight`` into an existing buffer, such as Megatron's ``main_grad``.
 
-    Chunks are added to an fp32 buffer in place, one by one. For any other dtype, or with a scale to undo,
-    they are summed in fp32 first (``4 * V * H`` bytes) and added once, after the backward's last product is
-    launched.
+    Each chunk is added to an fp32 buffer in place. For another dtype, or with a scale to undo, chunks are
+    summed in fp32 first (``4 * V * H`` bytes), and the sum is added once at the end.
 
-    A backward that fails leaves the buffer as it was or, if some chunk was added already, full of NaN, which
+    A backward that fails leaves the buffer as it was. If some chunk was added already, it leaves NaN, which
     nobody takes for a gradient.
     """
 
@@ -183,66 +185,41 @@ def accumulate_(
 
 @lru_cache(maxsize=1)
 def mixed_gemm() -> Callable[[Tensor, Tensor, Tensor, bool], None]:
-    """The first of these that is installed: torch's GEMM with fp32 output, apex's kernel, TE's, an upcast.
+    """Choose the GEMM that adds low-precision operands into an fp32 sum: the first that is installed.
 
-    All add low-precision operands into an fp32 sum. They differ in speed, and the last one in memory (fp32
-    copies of both operands, slice by slice).
+    They are torch's GEMM with fp32 output, apex's kernel, TE's, and a GEMM of upcast operands, which needs
+    memory for fp32 copies, slice by slice.
     """
     if hasattr(torch.ops.aten.addmm, "dtype_out"):
         return _torch_gemm
-    if _apex() is not None:
-        return _apex_gemm
-    if _te_gemm() is not None:
-        return _te_gemm_into
+    with suppress(ImportError):
+        from fused_weight_gradient_mlp_cuda import wgrad_gemm_accum_fp32
+
+        return partial(_apex_gemm, wgrad_gemm_accum_fp32)
+    with suppress(Exception):  # a broken installation may raise anything
+        from transformer_engine.pytorch.cpp_extensions import general_gemm
+
+        return partial(_te_gemm, general_gemm)
     return _upcast_gemm
 
 
 def _torch_gemm(total: Tensor, grad_logits: Tensor, hidden: Tensor, overwrite: bool) -> None:
-    torch.addmm(  # type: ignore[call-overload]
-        total,
-        grad_logits.t(),
-        hidden,
-        out_dtype=torch.float32,
-        beta=0 if overwrite else 1,
-        out=total,
-    )
+    beta, fp32 = 0 if overwrite else 1, torch.float32
+    torch.addmm(total, grad_logits.t(), hidden, out_dtype=fp32, beta=beta, out=total)  # type: ignore[call-overload]
 
 
-def _apex() -> Any:
-    try:
-        import fused_weight_gradient_mlp_cuda
-    except ImportError:
-        return None
-    return fused_weight_gradient_mlp_cuda
-
-
-def _apex_gemm(total: Tensor, grad_logits: Tensor, hidden: Tensor, overwrite: bool) -> None:
+def _apex_gemm(gemm: Any, total: Tensor, grad_logits: Tensor, hidden: Tensor, overwrite: bool) -> None:
     if overwrite:
         total.zero_()
-    _apex().wgrad_gemm_accum_fp32(hidden.contiguous(), grad_logits.contiguous(), total)
+    gemm(hidden.contiguous(), grad_logits.contiguous(), total)
 
 
-def _te_gemm() -> Any:
-    try:
-        from transformer_engine.pytorch.cpp_extensions import general_gemm
-    except Exception:  # a broken install may raise anything; take the next one
-        return None
-    return general_gemm
+def _te_gemm(gemm: Any, total: Tensor, grad_logits: Tensor, hidden: Tensor, overwrite: bool) -> None:
+    layout: dict[str, Any] = {"out_dtype": torch.float32, "layout": "NT", "grad": True}
+    gemm(hidden, grad_logits.contiguous(), out=total, accumulate=not overwrite, **layout)
 
 
-def _te_gemm_into(total: Tensor, grad_logits: Tensor, hidden: Tensor, overwrite: bool) -> None:
-    _te_gemm()(
-        hidden,
-        grad_logits.contiguous(),
-        out_dtype=torch.float32,
-        layout="NT",
-        out=total,
-        accumulate=not overwrite,
-        grad=True,
-    )
-
-
-#: Rows of `total` per GEMM on upcast operands.
+#: Rows of ``total`` per GEMM of upcast operands.
 UPCAST_ROWS = 8192
 
 

@@ -1,4 +1,4 @@
-"""A few numbers on their way from the device to the host."""
+"""Sends a few numbers from the device to the host, which waits for these alone."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 class HostCopy:
-    """Copies a small integer tensor to the host behind the work that the current stream holds now.
+    """Starts to copy a small integer tensor to the host, behind the work that is on the current stream now.
 
-    On a GPU by a copy into pinned memory and an event: whoever reads it waits for that event, not for work
-    launched later.
+    On a GPU the copy goes to pinned memory, and an event marks its end. :meth:`read` waits for that event,
+    not for work launched later.
     """
 
     def __init__(self, numbers: Tensor) -> None:
@@ -22,7 +22,7 @@ class HostCopy:
             self._event = torch.cuda.current_stream(numbers.device).record_event()
 
     def read(self) -> list[int]:
-        """The numbers. The host waits until the device has made them."""
+        """Wait until the device has made the numbers, and return them."""
         if self._event is not None:
             self._event.synchronize()
         numbers: list[int] = self._numbers.tolist()

@@ -1,45 +1,59 @@
 """The head's loop: hidden states -> losses -> gradients, one chunk of tokens at a time.
 
-Three matrix products a chunk. ``X`` are its hidden states and ``P`` its logits, or ``E = exp(logit - shift of
-the row)`` where the product exponentiates itself; ``G = d loss / d P`` takes the place of ``P``::
+A chunk ``c`` takes three GEMMs. ``X`` are its hidden states, ``P`` its logits, ``G = d loss / d P``::
 
     P = X @ weight.T   [C, V]         dH = G @ weight   [C, H]         dW += G.T @ X   [V, H]
 
-The forward::
+Each of ``R`` ranks holds ``V`` rows of the weight, so that ``P`` are the logits of that shard, and ``dH`` is
+summed over shards. A chunk of a loss with one label a token has three collectives, in this order, on every
+rank alike:
 
-    start the sample of the weight and the gather of the first X
-    for each chunk c:        X = take;  P = product, and statistics of its rows
-                             start their merge over the ranks (and the gather of c + 2 in the same launch;
-                             where gradients are made here, that of c + 1 starts before P)
-        of the chunk before  end its merge: losses and other outputs; then
-                             store: keep P.   recompute: keep four floats a token.
-                             grad_in_forward: G;  dH, start its reduction;  dW
+- **gather** (sequence parallelism only): each rank holds ``C / R`` of the chunk's tokens; an all-gather makes
+  ``X``. It starts one or two chunks ahead.
+- **merge**: the ranks exchange the statistics of their rows of ``P`` (maximum, sum of exponentials, the
+  label's logit), four floats a token. The statistics over the whole vocabulary give the loss. The merge
+  starts after ``P``, and ends after the ``P`` of the next chunk.
+- **reduce**: an all-reduce sums ``dH`` over the ranks, or a reduce-scatter with sequence parallelism.
 
-Over one rank a chunk's merge ends at once, before the next chunk. The backward, last chunk first::
+The forward (:func:`forward`) begins chunk ``c`` before it finishes ``c - 1``; over one rank, where no merge
+has to be hidden, it finishes ``c`` at once::
 
-    grad_in_forward, and the upstream gradient is what was promised: scale dH and dW.  Else
-    for each chunk c:        X = take;  start the gather of c - 1;  G from the kept P, or from P made again
-                             dH, start its reduction;  dW
-    E of all chunks kept:    dH, start its reduction and the gather of c - 1;  X times the row factors of E
-    at the end:              of that dW, one product for all chunks;  the rows' factors of dH
+    start the gather of chunks 0 and 1
+    for each chunk c:
+        begin c            X = wait for its gather;  P, and the statistics of its rows
+                           start its merge, and the gather of c + 2
+        finish c - 1       wait for its merge: losses and other outputs; then
+                           store: keep P          recompute: keep four floats a token
+                           grad_in_forward: G;  dH, start its reduction;  dW
+
+The backward (:func:`backward`), last chunk first, since its ``X`` is still there::
+
+    for each chunk c:      X = wait for its gather;  start the gather of c - 1
+                           store: G from the kept P          recompute: make P again, then G
+                           dH, start its reduction;  dW
 
 Each strategy is exact for any upstream gradient per token:
 
 ===================  =======================================================  ========
-strategy             kept between forward and backward, beside hidden states  products
+strategy             kept between forward and backward, beside hidden states  GEMMs
 ===================  =======================================================  ========
-``store``            every chunk's logits                                     3
+``store``            the logits ``P`` of every chunk, four floats a token     3
 ``recompute``        four floats a token                                      4
-``mixed``            the logits of the first chunks                           3 to 4
-``grad_in_forward``  ``grad_hidden``, fp32 ``grad_weight``, the four floats   3 (6)
+``mixed``            ``store`` for the first chunks, ``recompute`` for others 3 to 4
+``grad_in_forward``  ``dH``, ``dW`` in fp32, four floats a token              3 (or 6)
 ===================  =======================================================  ========
 
-``grad_in_forward`` takes six where the upstream gradient is no scalar times the token weights: its backward
-is then that of ``recompute``. Here a strategy is three facts of the plan: how many chunks keep their logits,
-whether gradients are made in the forward, and whether one product makes ``grad_weight``.
+``grad_in_forward`` makes its gradients for the token weights, a promised upstream gradient. If the real one
+is a scalar times these, the backward multiplies ``dH`` and ``dW`` by the scalar (:func:`scale_made`); if not,
+it is the backward of ``recompute``, with three GEMMs more.
 
-:mod:`.buffers` says which collective runs under which product. :mod:`megatron_fused_ce.logits` has the
-products with their row statistics, :mod:`megatron_fused_ce.ranks.collectives` the merge and its collectives.
+The scaled-exp GEMM writes ``E = exp(logit - shift of the row)`` in the place of ``P``. Then ``G`` is ``E``
+with its rows scaled, and nobody writes it: ``dW`` takes scaled rows of ``X``, and ``dH`` gets its scales at
+the end. With ``store`` the ``E`` of all chunks may lie in one matrix; one GEMM then makes ``dW``.
+
+The table in :mod:`.buffers` says, for each strategy, which collective runs under which GEMM;
+:mod:`megatron_fused_ce.logits` has the GEMM and its row statistics, :meth:`.VocabParallel.start_merge` the
+merge.
 """
 
 from __future__ import annotations
@@ -70,20 +84,19 @@ from megatron_fused_ce.ranks.phases import phase
 #: ``grad_hidden`` of this rank's tokens, and what autograd gets for the weight.
 Gradients = tuple[Tensor | None, Tensor | None]
 
-
-#: Ends a chunk's merge.
+#: Waits for the merge of a chunk, and returns the statistics over the whole vocabulary.
 Merge = Callable[[], Merged]
-#: A chunk between the start of its merge and the end: X, its targets, P, statistics, the merge.
+#: A chunk whose merge is under way: the chunk, X, its targets, P, the shard's statistics, the merge.
 _UnderWay = tuple[Chunk, Tensor, Targets, Tensor | None, Scores, Merge]
 
 
 class SavedChunk(NamedTuple):
-    """Tensors of a chunk that the backward reads."""
+    """Tensors of a chunk that its backward reads: P with labels and terms, or E with its row scale."""
 
-    labels: Tensor | None  # [C] int64; None with a row scale
-    matrix: Tensor | None  # [C, V]: P or E; None where it is made again, or part of Saved.matrix
-    row_scale: Tensor | None  # [C] fp32: LogitsBackend.finalize's; then neither labels nor terms are read
-    terms: Tensor | None  # [4, C] fp32 or more rows: Outputs.saved
+    labels: Tensor | None  # [C] int64; None beside a row scale
+    matrix: Tensor | None  # [C, V], P or E; None if the backward makes it again, or Saved.matrix holds it
+    row_scale: Tensor | None  # [C] fp32: E times this is G for an upstream gradient of 1
+    terms: Tensor | None  # [4, C] fp32 or more rows: the merged statistics (Outputs.saved)
 
 
 class Saved(NamedTuple):
@@ -91,8 +104,8 @@ class Saved(NamedTuple):
 
     chunks: tuple[SavedChunk, ...]
     last_hidden: Tensor | None  # [C, H]: X of the last chunk, where it was gathered
-    matrix: Tensor | None  # [T, V]: E of all chunks, one after the other, for one product of grad_weight
-    targets: Targets  # but the labels, which the chunks have
+    matrix: Tensor | None  # [T, V]: E of all chunks, one after the other, for the one GEMM of grad_weight
+    targets: Targets  # without labels, which the chunks have
 
 
 class Made(NamedTuple):
@@ -101,7 +114,7 @@ class Made(NamedTuple):
     token_weights: Tensor  # [parts, n] fp32
     grad_weight: Tensor | None  # [V, H] fp32
     grad_hidden: Tensor | None  # [n, H], summed over the ranks
-    row_scale: Tensor | None  # [n] fp32: of the rows of grad_hidden; None for 1
+    row_scale: Tensor | None  # [n] fp32: multiplies the rows of grad_hidden; None for 1
 
 
 def forward(
@@ -110,81 +123,80 @@ def forward(
     hidden: Tensor,  # [n, H], this rank's tokens
     weight: Tensor,  # [V, H]
     targets: Targets,  # [parts, n]
-    token_weights: Tensor | None,  # [parts, n] fp32; with plan.in_forward
+    token_weights: Tensor | None,  # [parts, n] fp32; with spec.in_forward
 ) -> tuple[dict[str, Tensor], Saved, Made | None]:
-    """The outputs of all tokens, ``[parts, n]`` (of a single chunk ``[C]``), and what the backward reads.
+    """Compute the outputs of all tokens, ``[parts, n]`` (of a single chunk ``[C]``); keep what the backward
+    reads, and the gradients if they are made here.
 
-    Collectives, in order (see :class:`.VocabParallel` for each): the sampled rows of the weight where the
-    logits backend wants them, in one launch with the gather of the first chunk's hidden states (sequence
-    parallelism); the gather of the second's. Then for each chunk ``c``, counted from 0:
+    Collectives, in order (:class:`.VocabParallel` describes each): the sampled rows of the weight, if the
+    logits backend wants them, in one launch with the gather of chunk 0 (gathers are for sequence parallelism
+    only); the gather of chunk 1. Then for each chunk ``c``:
 
-    - ``store``, ``recompute``, ``mixed``: its merge and the gather of ``c + 2``, in one launch;
-    - ``grad_in_forward``: the gather of ``c + 1``, before the product, from ``c = 2`` on (that of 2 leaves
-      with the merge of 0); the first step of its merge; what is left of the merge of ``c - 1``; the reduction
-      of the ``grad_hidden`` of ``c - 1``.
+    - ``store``, ``recompute``, ``mixed``: the merge of ``c`` and the gather of ``c + 2``, in one launch;
+    - ``grad_in_forward``: the gather of ``c + 1``, before ``P``, from ``c = 2`` on (the gather of 2 leaves
+      with the merge of 0); the first step of the merge of ``c``; the other steps of the merge of ``c - 1``;
+      the reduction of the ``grad_hidden`` of ``c - 1``.
     """
     comm, logits, device = spec.comm, spec.logits, weight.device
-    num_stored, in_forward = spec.num_stored, spec.in_forward
+    # Over several ranks the merge of a chunk runs under the P of the next one: two chunks are at work.
     lag = 1 if comm.size > 1 and not logits.settles_at_once else 0
-    hidden_states = HiddenStates(tokens, comm, hidden, tokens.chunks, depth=3 if in_forward else 2)
-    ring = Ring(tokens, weight, len(weight), lag + 1 if in_forward else 1, logits.logits_dtype)
+    hidden_states = HiddenStates(tokens, comm, hidden, tokens.chunks, depth=3 if spec.in_forward else 2)
+    # P of chunks that do not keep it; gradients of chunk c - 1 are made while chunk c has its P.
+    ring = Ring(tokens, weight, len(weight), lag + 1 if spec.in_forward else 1, logits.logits_dtype)
     matrix = None
-    if spec.one_product and tokens.chunks:
+    if spec.wgrad_at_once and tokens.chunks:
         matrix = weight.new_empty(tokens.num_parts * tokens.num, len(weight))
-    here = None
-    if in_forward:
+    in_forward = None
+    if spec.in_forward:
         assert token_weights is not None
-        here = _InForward(spec, tokens, weight, targets, token_weights, hidden_states, ring)
-    whole: dict[str, Tensor] = {}
+        in_forward = _InForward(spec, tokens, weight, targets, token_weights, hidden_states, ring)
+    outputs: dict[str, Tensor] = {}
     saved: list[SavedChunk] = []
 
     def begin(chunk: Chunk) -> _UnderWay:
-        """Up to the start of the merge."""
+        """Make P and the statistics of its rows; start their merge over the ranks."""
         x = hidden_states.take(chunk)
-        if in_forward and chunk.index > 1:
-            hidden_states.start()  # before the product; the gap after it belongs to the merge
-        of_chunk = targets.of_chunk(chunk, partial(tokens.split, chunk=chunk))
+        if in_forward is not None and chunk.index > 1:
+            hidden_states.start()  # before P: the gap after it belongs to the merge
+        chunk_targets = targets.of_chunk(chunk, partial(tokens.split, chunk=chunk))
         p: Tensor | None
         if matrix is not None:
             p = tokens.of_all(matrix, chunk)
-        elif chunk.index < num_stored:
+        elif chunk.index < spec.num_stored:
             p = weight.new_empty(len(x), len(weight), dtype=logits.logits_dtype)
         else:
-            p = ring.slot(chunk.index, chunk) if in_forward or logits.needs_logits_buffer else None
-        scores = logits.logits_gemm(x, weight, of_chunk, sample, p)
+            p = ring.slot(chunk.index, chunk) if spec.in_forward or logits.needs_logits_buffer else None
+        scores = logits.logits_gemm(x, weight, chunk_targets, sample, p)
         stats = scores.stats
-        if "best" in logits.outputs.needs:  # of several shards the lowest id counts
+        if "best" in logits.outputs.needs:  # the lowest id wins a tie between shards
             assert stats.argmax is not None
             best = (stats.argmax + spec.vocab_start).float()
             stats = stats._replace(extra=stats.extra._replace(best=best))
         with comm.coalesced(device):
             merge = comm.start_merge(stats, logits.token_ops)
-            if not in_forward or chunk.index == 0:
+            if in_forward is None or chunk.index == 0:
                 hidden_states.start()
-        if p is None:  # tile statistics that finalize will not read must not live through a product
+        if p is None:  # nobody will read the statistics of its tiles: free them before the next GEMM
             scores = scores._replace(tiles=None)
-        return chunk, x, of_chunk, p, scores, merge
+        return chunk, x, chunk_targets, p, scores, merge
 
     def finish(
-        chunk: Chunk, x: Tensor, of_chunk: Targets, p: Tensor | None, scores: Scores, merge: Merge
+        chunk: Chunk, x: Tensor, chunk_targets: Targets, p: Tensor | None, scores: Scores, merge: Merge
     ) -> None:
-        """From the end of the merge on."""
-        uses_p = in_forward or chunk.index < num_stored
+        """Wait for the merge; make the outputs; keep P or four floats a token, or make the gradients."""
+        read_p = p if spec.in_forward or chunk.index < spec.num_stored else None  # by the gradients
         with phase("merge"):
-            merged, made = logits.settle(scores, of_chunk, merge(), p if uses_p else None, spec.needs_grad)
-            results.put(whole, tokens, chunk, made, logits.outputs.copies)
-        if here is not None:
-            assert p is not None
-            saved.append(here.differentiate(chunk, x, of_chunk, p, scores, merged))
+            merged, made = logits.settle(scores, chunk_targets, merge(), read_p, spec.needs_grad)
+            results.put(outputs, tokens, chunk, made, logits.outputs.copies)
+        if in_forward is not None:
+            assert read_p is not None
+            saved.append(in_forward.differentiate(chunk, x, chunk_targets, read_p, scores, merged))
         elif spec.needs_grad:
-            row_scale = None
-            if uses_p:
-                assert p is not None
-                row_scale = logits.finalize(p, of_chunk, scores, merged)
-            terms, labels = None, None
+            row_scale = None if read_p is None else logits.finalize(read_p, chunk_targets, scores, merged)
+            labels, terms = None, None
             if row_scale is None:
-                terms, labels = logits.outputs.saved(merged), of_chunk.labels
-            saved.append(SavedChunk(labels, p if uses_p and matrix is None else None, row_scale, terms))
+                labels, terms = chunk_targets.labels, logits.outputs.saved(merged)
+            saved.append(SavedChunk(labels, read_p if matrix is None else None, row_scale, terms))
 
     with comm.coalesced(device):
         sample, sent = logits.start_sample(weight, targets.others) if tokens.chunks else (None, DONE)
@@ -198,16 +210,16 @@ def forward(
             finish(*waiting.popleft())
     while waiting:
         finish(*waiting.popleft())
-    last = hidden_states.last if spec.keeps_last and here is None else None
-    outputs = logits.whole(whole or results.of_no_tokens(logits, tokens, device), targets.others)
+    last_hidden = hidden_states.last if spec.keeps_last and in_forward is None else None
+    outputs = logits.whole(outputs or results.of_no_tokens(logits, tokens, device), targets.others)
     if targets.others is not None and spec.needs_grad:
         targets = targets._replace(others=targets.others.saved(spec.remakes))
-    kept = Saved(tuple(saved), last, matrix, targets._replace(labels=None))  # type: ignore[arg-type]
-    return outputs, kept, None if here is None else here.made()
+    kept = Saved(tuple(saved), last_hidden, matrix, targets._replace(labels=None))  # type: ignore[arg-type]
+    return outputs, kept, None if in_forward is None else in_forward.made()
 
 
 class _InForward:
-    """``grad_in_forward``: a chunk's gradients for the token weights, as soon as its merge has ended."""
+    """``grad_in_forward``: makes a chunk's gradients for the token weights, once its merge has ended."""
 
     def __init__(
         self,
@@ -217,7 +229,7 @@ class _InForward:
         targets: Targets,
         token_weights: Tensor,  # [parts, n] fp32
         hidden_states: HiddenStates,
-        ring: Ring,
+        ring: Ring,  # has the P of the chunks at work
     ) -> None:
         bound = spec.logits.bound_ahead(targets.others)
         self.weights = scale_token_weights(token_weights, spec.logits.logit_scale, weight.dtype, bound)
@@ -229,22 +241,24 @@ class _InForward:
         self.out = ring if spec.logits.logits_dtype is None else Ring(tokens, weight, len(weight))
 
     def differentiate(
-        self, chunk: Chunk, x: Tensor, of_chunk: Targets, p: Tensor, scores: Scores, merged: Merged
+        self, chunk: Chunk, x: Tensor, chunk_targets: Targets, p: Tensor, scores: Scores, merged: Merged
     ) -> SavedChunk:
-        """Collectives: those of :func:`_differentiate`. Returns what ``recompute`` saves, for an upstream
-        gradient that is no multiple of the token weights."""
+        """Make G, dH and dW. Return what ``recompute`` keeps, for a broken promise.
+
+        Collectives: those of :func:`_differentiate`.
+        """
         logits = self.spec.logits
         upstream = self.upstream.map(partial(self.tokens.split, chunk=chunk))
         terms = logits.outputs.saved(merged)
-        row_scale = logits.finalize(p, of_chunk, scores, merged)
+        row_scale = logits.finalize(p, chunk_targets, scores, merged)
         with phase("grad-logits"):
             out = self.out.slot(chunk.index, chunk)
-            grad = logits.grad_from_saved(p, row_scale, of_chunk, terms, upstream, out)
+            grad = logits.grad_from_saved(p, row_scale, chunk_targets, terms, upstream, out)
         _differentiate(self.spec, chunk, x, grad, self.hidden_states, self.grad_hidden, self.grad_weight)
-        return SavedChunk(of_chunk.labels, None, None, terms)
+        return SavedChunk(chunk_targets.labels, None, None, terms)
 
     def made(self) -> Made:
-        """Collectives: none; waits for the last reduction."""
+        """Wait for the last reduction, and return the gradients of all chunks. Collectives: none."""
         rows, scales = (None, ()) if self.grad_hidden is None else self.grad_hidden.reduced()
         with phase("grad-weight"):
             total = None if self.grad_weight is None else self.grad_weight.total(self.inv_scale)
@@ -261,24 +275,25 @@ def backward(
     with_hidden: bool,  # whether grad_hidden is wanted
     grad_weight: Accumulator | None,  # None where it is not wanted
 ) -> Gradients:
-    """The gradients, the last chunk first: its hidden states are there.
+    """Compute the gradients, the last chunk first: its hidden states are still there.
 
-    Collectives, in order: per chunk the gather of the next chunk's hidden states that are needed (sequence
-    parallelism), under its first product, and the reduction of ``grad_hidden``, under its ``grad_weight``.
-    With ``E`` of all chunks in one matrix: per chunk that reduction and that gather in one launch, under the
-    next chunk's ``grad_hidden``, and the last reduction under ``grad_weight``.
+    Collectives, in order: per chunk the gather of the next hidden states that a GEMM reads (sequence
+    parallelism), under the chunk's first GEMM, and the reduction of ``grad_hidden``, under ``dW``. With ``E``
+    of all chunks in one matrix: per chunk the reduction and the next gather, in one launch, under the next
+    chunk's ``dH``; the last reduction runs under ``dW``.
     """
     comm, logits, num_stored, device = spec.comm, spec.logits, spec.num_stored, weight.device
     bound = _bound(spec, tokens, saved, upstream) if weight.dtype == torch.float16 else None
     upstream, inv_scale = _scaled(spec, upstream, saved.targets.inv_temperature, weight, bound)
     matrix, at_once = saved.matrix, saved.matrix is not None and grad_weight is not None
     chunks = tokens.chunks[::-1]
+    # X is read by dW, and by P where that is made again.
     read = [c for c in chunks if grad_weight is not None or (with_hidden and c.index >= num_stored)]
     hidden_states = HiddenStates(tokens, comm, hidden, read, None if at_once else 2, saved.last_hidden)
     grad_hidden = None
     if with_hidden:
         grad_hidden = GradHidden(tokens, comm, weight, inv_scale, depth=2 if at_once else 1)
-    ring = out = Ring(tokens, weight, len(weight), dtype=logits.logits_dtype)
+    ring = out = Ring(tokens, weight, len(weight), dtype=logits.logits_dtype)  # of P, and of G
     if logits.logits_dtype is not None:
         out = Ring(tokens, weight, len(weight))
     for chunk, kept in zip(chunks, reversed(saved.chunks), strict=True):
@@ -286,20 +301,20 @@ def backward(
         if not at_once:
             x = hidden_states.take(chunk) if chunk in read else None
             if hidden_states.start():
-                comm.delay_next_product(device)
+                comm.delay_next_gemm(device)
         split = partial(tokens.split, chunk=chunk)
-        of_chunk = saved.targets.of_chunk(chunk, split)._replace(labels=kept.labels)  # type: ignore[arg-type]
-        of_tokens = upstream.map(split)
+        targets = saved.targets.of_chunk(chunk, split)._replace(labels=kept.labels)  # type: ignore[arg-type]
+        chunk_upstream = upstream.map(split)
         with phase("grad-logits"):
             if chunk.index < num_stored:
                 p = kept.matrix if matrix is None else tokens.of_all(matrix, chunk)
                 room = None if logits.saves_e else out.slot(0, chunk)
                 assert p is not None
-                grad = logits.grad_from_saved(p, kept.row_scale, of_chunk, kept.terms, of_tokens, room)
+                grad = logits.grad_from_saved(p, kept.row_scale, targets, kept.terms, chunk_upstream, room)
             else:
                 assert x is not None and kept.terms is not None
                 p, room = ring.slot(0, chunk), out.slot(0, chunk)
-                grad = logits.grad_recomputed(x, weight, of_chunk, kept.terms, of_tokens, p, room)
+                grad = logits.grad_recomputed(x, weight, targets, kept.terms, chunk_upstream, p, room)
         if not at_once:
             _differentiate(spec, chunk, x, grad, hidden_states, grad_hidden, grad_weight)
             continue
@@ -314,7 +329,10 @@ def backward(
     if grad_weight is not None and matrix is not None and hidden_states.all_tokens is not None:
         with phase("grad-weight"):
             grad_weight.add(matrix, hidden_states.all_tokens)
-    rows = None if grad_hidden is None else grad_hidden.finish(logits)
+    rows, scales = (None, ()) if grad_hidden is None else grad_hidden.reduced()
+    if rows is not None and scales:
+        with phase("grad-hidden"):
+            logits.scale_rows(rows, scales[0], rows, *scales[1:])
     if grad_weight is None:
         return rows, None
     with phase("grad-weight"):
@@ -324,17 +342,17 @@ def backward(
 def _differentiate(
     spec: Spec,
     chunk: Chunk,
-    x: Tensor | None,  # [C, H]; not read without grad_weight
-    grad: LogitsGrad,
-    hidden_states: HiddenStates,  # x is of
+    x: Tensor | None,  # [C, H], taken from hidden_states; not read without grad_weight
+    grad: LogitsGrad,  # G
+    hidden_states: HiddenStates,
     grad_hidden: GradHidden | None,
     grad_weight: GradWeight | None,
 ) -> None:
-    """A chunk's ``dH`` and ``dW``. Collectives: the reduction of ``dH``, under ``dW``."""
+    """Make ``dH`` and ``dW`` of a chunk. Collectives: the reduction of ``dH``, under ``dW``."""
     if grad_hidden is not None:
         grad_hidden.add(chunk, grad)
-    if grad.row_scale is None:  # no small kernel follows
-        spec.comm.delay_next_product(grad.matrix.device)
+    if grad.row_scale is None:  # else the scaling of X gives the reduction its time
+        spec.comm.delay_next_gemm(grad.matrix.device)
     if grad_weight is None:
         return
     assert x is not None
@@ -349,15 +367,16 @@ def _differentiate(
 def scale_made(
     spec: Spec,
     made: Made,
-    scale: Tensor,  # fp32 []: of promise.fit_scalar
+    scale: Tensor,  # fp32 []: from promise.fit_scalar
     verdict: Verdict,
     with_hidden: bool,
     grad_weight: Accumulator | None,
 ) -> Gradients | None:
-    """The gradients made in the forward, ``scale`` times; None where the promise was not kept. Nothing has
-    been added anywhere then, and ``made`` is spoilt.
+    """Multiply the gradients made in the forward by ``scale``; None if these cannot be used.
 
-    The host reads the verdict behind the launches, so that the device has work while it wakes up.
+    They cannot if the promise was broken, or if an upstream gradient is not finite. Then nothing has been
+    added to ``grad_weight``, and ``made`` is spoilt. The host reads the verdict after the launches, so that
+    the device has work while the host wakes up.
 
     Collectives: none.
     """
@@ -381,9 +400,10 @@ def _scaled(
     upstream: Upstream,
     inv_temperature: Tensor | None,
     weight: Tensor,
-    bound: Tensor | float | None,  # [] or [parts, n] fp32: gradients may be so many times larger
+    bound: Tensor | float | None,  # [] or [parts, n] fp32: gradients may be this many times larger
 ) -> tuple[Upstream, Tensor | None]:
-    """``upstream * logit_scale / temperature``, for fp16 times a power of two whose inverse comes second."""
+    """Return ``upstream * logit_scale / temperature``, and None. For fp16 the gradients are multiplied by a
+    power of two, too, and its inverse is the second result."""
     if spec.logits.logit_scale != 1.0:
         upstream = upstream.scaled(spec.logits.logit_scale)
     if inv_temperature is not None:
@@ -395,13 +415,13 @@ def _scaled(
 
 
 def _bound(spec: Spec, tokens: Tokens, saved: Saved, upstream: Upstream) -> Tensor | None:
-    """What each token's gradients may reach for an upstream gradient of 1, ``[parts, n]``; None for 1."""
+    """Upper bound of each token's gradients for an upstream gradient of 1, ``[parts, n]``; None for 1."""
     if not spec.logits.outputs.unbounded:
         return None
     bound = torch.ones_like(upstream.loss)
     for chunk, kept in zip(tokens.chunks, saved.chunks, strict=True):
-        of_chunk = saved.targets.of_chunk(chunk, partial(tokens.split, chunk=chunk))
-        found = spec.logits.bound_of(kept.terms, kept.row_scale, of_chunk)
+        chunk_targets = saved.targets.of_chunk(chunk, partial(tokens.split, chunk=chunk))
+        found = spec.logits.bound_of(kept.terms, kept.row_scale, chunk_targets)
         if found is not None:
             bound[:, chunk.start : chunk.stop] = found.view(len(bound), -1)
     return bound

@@ -1,16 +1,16 @@
-"""Whether an upstream gradient is the one that a forward was promised.
+"""Checks in the backward whether an upstream gradient is the one that ``grad_in_forward`` was promised.
 
-``grad_in_forward`` makes its gradients in the forward, for token weights ``w`` known there, and its backward
-multiplies them by one number ``c``. That is right only if the upstream gradient is ``g = c * w``, token by
-token. :func:`fit_scalar` finds ``c`` and whether that holds, on the device; the host reads the answer in the
-backward (:class:`Verdict`). Where it does not hold, nothing has been added anywhere yet: the backward drops
-these gradients and makes them again as ``recompute`` does. So a wrong promise costs time, never a gradient.
+The forward makes gradients for token weights ``w``, and the backward multiplies them by one number ``c``.
+That is right only if the upstream gradient is ``g = c * w``, token by token. On the device
+:func:`fit_scalar` finds ``c``, and whether that holds; the host reads the answer (:class:`Verdict`). If it
+does not hold, nothing has been added anywhere yet: the backward drops these gradients and makes them again,
+as ``recompute`` does. A broken promise costs time, never a gradient.
 
-The host waits for one number, and the device then waits for what the host launches next: nothing beside the
-GEMMs of a large head, half of those of a small one (``planner.SMALLEST_FLOP_TO_WAIT``). It cannot be left
-out. The upstream gradient is made in the backward, and ``grad_hidden`` goes on from there: a wrong one could
-not be called back. Kernels that read the flag themselves would have to be launched in every backward, with
-buffers for a second pass and, over several ranks, its collectives.
+The host waits for one number, and the device then waits for the host's next launches. That is nothing beside
+the GEMMs of a large head, and half the time of a small one (``planner.SMALLEST_FLOP_TO_WAIT``). The wait
+cannot be left out: ``grad_hidden`` goes on from this backward, and a wrong one could not be called back.
+Kernels that read the flag themselves would have to be launched in every backward, with buffers for a second
+pass and, over several ranks, its collectives.
 """
 
 from __future__ import annotations
@@ -28,40 +28,42 @@ from torch import Tensor
 from megatron_fused_ce.head.host_copy import HostCopy
 from megatron_fused_ce.ranks.collectives import largest_over_ranks
 
-#: Largest relative difference of one token's ``g`` from ``c * w``. A multiplication in fp32 rounds by 2**-24;
-#: Megatron's loss has one per token (scalars cancel in ``c``), another loss perhaps eight, in another order
-#: than its weights': 2**-21, and ``c``, a mean of such ratios, as much again. Compared token by token, not in
-#: norm, so that one wrong token in a million is seen.
+#: Largest relative difference of one token's ``g`` from ``c * w``. A multiplication in fp32 rounds by 2**-24.
+#: Megatron's loss has one per token (scalars cancel in ``c``); another loss has perhaps eight, in another
+#: order than its weights, which makes 2**-21, and ``c``, a mean of such ratios, has as much again. Tokens are
+#: compared one by one, not in norm, so that one wrong token in a million is seen.
 RTOL = 2.0**-20
 
-#: Gradients below fp32's smallest normal number may have been flushed to zero on their way.
+#: Largest absolute difference: gradients below fp32's smallest normal number may have been flushed to zero.
 ATOL = 2.0**-126
 
-#: What :func:`fit_scalar` finds. Of several ranks the largest counts for all.
+#: Results of :func:`fit_scalar`. If ranks differ, the largest counts for all.
 KEPT, NOT_FINITE, BROKEN = 0, 1, 2
 
-#: Message of a CUDA graph's assertion; torch takes at most 254 characters there.
+#: Messages of assertions inside a CUDA graph; torch takes at most 254 characters there.
 _ASSERTION = (
     "fused-ce grad_in_forward: the upstream gradient is not a scalar times the token weights, and a graph "
     "cannot make other gradients: use --fused-ce-strategy store or recompute, or give the loss's weights"
+)
+_ASSERTION_OF_SKIPPED = (
+    "fused-ce: a token of weight 0 (skip_masked) or outside active_mask was left out and has an upstream "
+    "gradient; leave --fused-ce-skip-masked (skip_masked) out, or give that token a weight"
 )
 
 
 @dataclass
 class Counts:
-    """Backwards of ``grad_in_forward`` in this process."""
+    """Number of backwards of ``grad_in_forward`` in this process."""
 
-    #: that handed over the gradients made in the forward
-    kept: int = 0
-    #: that made them again
-    remade: int = 0
+    kept: int = 0  # they used the gradients made in the forward
+    remade: int = 0  # they made them again
 
 
 counts = Counts()
 
 
 def count(kept: bool) -> None:
-    """Count a backward, in any thread."""
+    """Count a backward; any thread may call this."""
     with _counting:
         counts.kept += kept
         counts.remade += not kept
@@ -73,13 +75,13 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True, eq=False)
 class Head:
-    """One head: the calls of one output layer, or of all callers that name none."""
+    """One head: an output layer whose calls share plans and promises, or all callers that name none."""
 
-    #: for messages
+    #: its name in messages
     name: str
-    #: unlike id(), never reused; the same on every rank that makes its heads in the same order
+    #: identifies it; never reused, unlike id(); the same on all ranks that make their heads in one order
     number: int = field(default_factory=lambda: next(_numbers))
-    #: tells the user
+    #: function that tells the user a message
     say: Callable[[str], None] = warnings.warn
 
 
@@ -88,22 +90,15 @@ UNNAMED = Head("a head")
 
 
 class HeadOfGroup(NamedTuple):
-    """A head with the shards of its weight, which are the same on every rank of its group."""
+    """A head and the sizes of its weight: a key that is the same on every rank of its group."""
 
     head: Head
     shard_sizes: tuple[int, ...]  # rows of its weight, by rank
     hidden_size: int
 
 
-#: The same of ``skip_masked``.
-_ASSERTION_OF_SKIPPED = (
-    "fused-ce: a token of weight 0 (skip_masked) or outside active_mask was left out and has an upstream "
-    "gradient; leave --fused-ce-skip-masked (skip_masked) out, or give that token a weight"
-)
-
-
 def broken_promise(of_group: HeadOfGroup) -> str:
-    """What a user is told about a broken promise, once."""
+    """The message about a broken promise."""
     head, shard_sizes, hidden_size = of_group
     size = f"{sum(shard_sizes)} rows of {hidden_size}"
     return (
@@ -118,23 +113,23 @@ def broken_promise(of_group: HeadOfGroup) -> str:
 
 @torch.no_grad()
 def fit_scalar(grad_loss: Tensor, token_weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Fit the scalar ``c`` of ``grad_loss = c * token_weights``, and tell whether it fits.
+    """Find the scalar ``c`` in ``grad_loss = c * token_weights``, and whether it fits every token.
 
     ::
 
         c = sum(g * w) / sum(w * w)              # 0 where all weights are 0, which needs g = 0
         fits = all(|g - c * w| <= RTOL * |c * w| + ATOL)
 
-    in fp64, whose products of fp32 numbers are exact. Runs no collective; the host does not wait.
+    in fp64, where products of fp32 numbers are exact. Runs no collective; the host does not wait.
 
     Args:
         grad_loss: upstream gradient of the per-token loss, any shape, float.
         token_weights: the same shape, any float dtype, any values (not only 0 and 1).
 
     Returns:
-        ``c``: fp32 []. What was found: int64 [], :data:`KEPT`; :data:`NOT_FINITE` where an upstream gradient
-        is inf or NaN, or ``c`` is in fp32 (it is then NaN); else :data:`BROKEN`, and so are weights that are
-        inf or NaN. Upstream gradients below 2**-126, which fp32 rounds coarsely or to 0, count as fitting.
+        ``c``, fp32 [], and int64 []: :data:`KEPT` if it fits. :data:`NOT_FINITE` if an upstream gradient is
+        inf or NaN, or ``c`` is so in fp32 (``c`` is then NaN). Else, also if a weight is inf or NaN,
+        :data:`BROKEN`. Upstream gradients below 2**-126, which fp32 rounds coarsely or to 0, always fit.
 
     Raises:
         ValueError: the shapes differ.
@@ -160,11 +155,11 @@ def fit_scalar(grad_loss: Tensor, token_weights: Tensor) -> tuple[Tensor, Tensor
     return torch.where(finite, c, torch.nan).float(), found
 
 
-def _of_all_ranks(words: Tensor, scale: Tensor | None, group: Any) -> Tensor:
-    """The largest of each word; the first is :data:`BROKEN` where the ranks' scalars differ."""
+def _over_ranks(words: Tensor, scale: Tensor | None, group: Any) -> Tensor:
+    """The largest of each word over the ranks. The first is :data:`BROKEN` if the ranks' scalars differ."""
     if group is None or scale is None:
         return largest_over_ranks(words, group)
-    # A NaN is not lost: the first word tells of it.
+    # nan_to_num loses no NaN: the first word is then NOT_FINITE.
     both = torch.stack((scale, -scale)).double().nan_to_num()
     largest = largest_over_ranks(torch.cat((words.double(), both)), group)
     most, least = largest[-2], -largest[-1]
@@ -175,23 +170,23 @@ def _of_all_ranks(words: Tensor, scale: Tensor | None, group: Any) -> Tensor:
 
 
 class Verdict:
-    """What the device found about an upstream gradient, for the host to read in the backward.
+    """The answer of the device about an upstream gradient, which the host reads in the backward.
 
-    The worst that a rank found counts for all ranks, so that all of them go one way. It is also broken where
-    their scalars differ: ``grad_hidden`` was summed over the ranks in the forward, and no scalar is right for
-    the sum.
+    The worst answer of any rank counts for all, so that all ranks do the same. A promise is also broken if
+    the ranks' scalars differ: ``grad_hidden`` was summed over the ranks in the forward, and no scalar is
+    right for the sum.
 
-    Collectives, when it is made: one MAX all-reduce of a few numbers (R > 1).
+    Collectives, at construction: one MAX all-reduce of a few numbers (R > 1).
 
-    While a CUDA graph is captured the host cannot wait, and there is no collective: the graph asserts on the
-    device that all is well, and leaves NaN where an upstream gradient is not finite.
+    While a CUDA graph is captured the host cannot wait, and no collective runs. The graph then asserts on the
+    device that the promise was kept; an upstream gradient that is not finite leaves NaN.
     """
 
     def __init__(
         self,
-        found: Tensor,  # int64 []: of fit_scalar
-        scale: Tensor | None,  # fp32 []: the same; None where no gradients were made
-        skipped: Tensor | None,  # int64 [2]: of Kept.count_lost
+        found: Tensor,  # int64 []: second result of fit_scalar
+        scale: Tensor | None,  # fp32 []: its first; None if no gradients were made in the forward
+        skipped: Tensor | None,  # int64 [2]: from Kept.count_lost
         group: Any,  # the tensor-parallel group, or None
     ) -> None:
         words = found.reshape(1) if skipped is None else torch.cat((found.reshape(1), skipped))
@@ -203,9 +198,9 @@ class Verdict:
                 torch._assert_async(words[1] == 0, _ASSERTION_OF_SKIPPED)  # type: ignore[call-overload]
             words = torch.zeros_like(words)
         else:
-            words = _of_all_ranks(words, scale, group)
+            words = _over_ranks(words, scale, group)
             self._copy = HostCopy(words)
-        #: int64 [1], on the device: not 0 where gradients made in the forward must not be used
+        #: int64 [1], on the device: 0 if the gradients made in the forward may be used
         self.flag = words[:1]
 
     def _read(self) -> list[int]:
@@ -221,7 +216,7 @@ class Verdict:
 
     @property
     def broken(self) -> bool:
-        """Whether it was broken, by finite numbers. The host waits."""
+        """Whether the promise was broken, by finite numbers. The host waits."""
         return self._read()[0] == BROKEN
 
     @property
@@ -236,12 +231,12 @@ class Verdict:
 
 
 def verdict_of(
-    upstream: Tensor,  # [parts, n] fp32, of the loss
-    token_weights: Tensor | None,  # those that gradients were made for; None where none were made
-    lost: Tensor | None,  # int64 [2]: of Kept.count_lost
+    upstream: Tensor,  # [parts, n] fp32: upstream gradient of the loss
+    token_weights: Tensor | None,  # for which gradients were made in the forward; None if none were
+    lost: Tensor | None,  # int64 [2]: from Kept.count_lost
     group: Any,
 ) -> tuple[Tensor | None, Verdict]:
-    """The scalar for gradients made in the forward, and what the host must know of the upstream gradient.
+    """The scalar for the gradients made in the forward, and the verdict about the upstream gradient.
 
     Collectives: those of :class:`Verdict`.
     """

@@ -1,4 +1,4 @@
-"""Outputs of the chunks, put together in the labels' layout; and the way back of their upstream gradients."""
+"""Puts outputs of chunks together in the labels' layout, and upstream gradients into token order."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from megatron_fused_ce.planner.chunks import Chunk
 def put(
     whole: dict[str, Tensor], tokens: Tokens, chunk: Chunk, made: dict[str, Tensor], copies: bool
 ) -> None:
-    """Put a chunk's outputs ``[C]`` or ``[K, C]`` into ``[parts, n]`` or ``[K, parts, n]`` of all tokens.
+    """Put the outputs of a chunk, ``[C]`` or ``[K, C]``, into those of all tokens, ``[(K,) parts, n]``.
 
-    Of a single chunk they are the outputs themselves, or with ``copies`` copies, each the caller's own.
+    The outputs of a single chunk are not moved; with ``copies`` each becomes a tensor of its own.
     """
     if len(tokens.chunks) == 1:
         whole |= {name: of.clone() for name, of in made.items()} if copies else made
@@ -31,7 +31,7 @@ def put(
 
 
 def of_no_tokens(logits: LogitsBackend, tokens: Tokens, device: torch.device) -> dict[str, Tensor]:
-    """Outputs for an empty batch."""
+    """Outputs of an empty batch."""
     outputs, empty = logits.outputs, torch.empty(tokens.num_parts, 0, dtype=torch.float32, device=device)
     return {
         name: empty.expand(outputs.num_labels, -1, -1) if term.per_label else empty.to(term.dtype)
@@ -46,8 +46,10 @@ def returned(
     ignored: Tensor | None,  # bool [parts, n]
     in_batch: tuple[int, int] | None,  # (b, s) for outputs [b, s]; None for [T]
 ) -> list[Tensor]:
-    """All outputs in the labels' layout, in the order of their terms. None is a view: autograd would let
-    nobody change it in place once the forward has returned it."""
+    """All outputs in the order of their terms and in the labels' layout, ``[T]`` or ``[b, s]``, K at the end.
+
+    None of them is a view: autograd would forbid the caller to change it in place.
+    """
     made = []
     for name, term in outputs.terms:
         output = whole[name]
@@ -55,43 +57,37 @@ def returned(
             output = kept.put_back(output, term.per_label)
         if ignored is not None and term.of_label:
             output.masked_fill_(ignored.reshape(output.shape[term.per_label :]), 0.0)
-        if in_batch is not None and in_batch[0] == 1 and output.dim() == 1 and not output._is_view():
-            made.append(output.unsqueeze_(0))  # one operator in place of two
-            continue
-        output = in_labels_layout(output, in_batch, term.per_label)
+        if in_batch is None:
+            output = output.flatten(1).t() if term.per_label else output.flatten()
+        elif term.per_label:
+            output = output.view(len(output), *in_batch[::-1]).permute(2, 1, 0)
+        elif in_batch[0] > 1:
+            output = output.reshape(in_batch[::-1]).t()
+        elif output.dim() == 1 and not output._is_view():
+            output = output.unsqueeze_(0)  # in place: no view to be copied
+        else:
+            output = output.reshape(in_batch)
+        output = output.contiguous()
         made.append(output.data if output._is_view() else output)
     return made
-
-
-def in_labels_layout(per_token: Tensor, in_batch: tuple[int, ...] | None, per_label: bool = False) -> Tensor:
-    """Results of all tokens, in s-major order, as ``[T]`` or ``[b, s]``; ``[K, ...]`` with K at the end."""
-    if per_label:
-        if in_batch is None:
-            return per_token.flatten(1).t().contiguous()
-        b, s = in_batch
-        return per_token.view(len(per_token), s, b).permute(2, 1, 0).contiguous()
-    if in_batch is None:
-        return per_token.flatten()
-    b, s = in_batch
-    return per_token.reshape(b, s) if b == 1 else per_token.reshape(s, b).t().contiguous()
 
 
 def upstream_of(
     grads: Sequence[Tensor | None], outputs: Outputs, num_parts: int, ignored: Tensor | None
 ) -> Upstream:
-    """Upstream gradients of the outputs, in token order, ``[parts, n]`` fp32, or ``[K, parts, n]``.
+    """Upstream gradients of the outputs in token order, fp32 ``[parts, n]`` or ``[K, parts, n]``.
 
-    That of ``log_prob`` is taken into the loss's where the loss is plain, and so are those of outputs that
-    equal the loss.
+    The upstream gradient of an output that equals the loss is added to the loss's; so is, negated, that of
+    ``log_prob`` beside a plain loss.
     """
     loss, beside = None, []
     for (name, term), grad in zip(outputs.terms, grads, strict=True):
-        if grad is None:  # for 0
+        if grad is None:  # it is 0
             continue
         if term.per_label:
             grad = labels_first(grad.float(), num_parts)
         else:
-            # Contiguous: that of a sum() is one number, seen as many.
+            # contiguous: the gradient of a sum() is one number, expanded.
             if grad.dim() == 2 and grad.shape[0] > 1:
                 grad = grad.t()
             grad = grad.float().reshape(num_parts, -1).contiguous()
@@ -110,7 +106,7 @@ def upstream_of(
 
 
 def labels_first(per_label: Tensor, num_parts: int) -> Tensor:
-    """``[K, parts, n]``, tokens s-major, of ``[b, s, K]`` or ``[T, K]``."""
+    """Reorder ``[b, s, K]`` or ``[T, K]`` to token order, ``[K, parts, n]``."""
     if per_label.dim() == 3:
         per_label = per_label.transpose(0, 1)
     k = per_label.shape[-1]

@@ -1,8 +1,8 @@
-"""What follows from the kind of a call: shapes, dtypes, options, the ranks of its group.
+"""The spec of a call: everything that follows from its shapes, dtypes, options and group.
 
-A :class:`Spec` is made at the first call of its kind and cached: checks, the agreement of the ranks, the
-logits backend, the plan with its chunks. From the second call on it is a dictionary's entry. It holds no
-tensors but constants of the outputs: weights and activations move from call to call.
+The first call of a kind is checked and compared over the ranks; then the logits backend is chosen, and the
+planner cuts the tokens into chunks. The resulting :class:`Spec` is cached, and later calls of that kind look
+it up. It holds no tensors but constants of the outputs: weights and activations move from call to call.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_fused_ce.head.agree import compared
-from megatron_fused_ce.head.call import NOTHING_ELSE, Call, OtherTargets
+from megatron_fused_ce.head.call import NOTHING_ELSE, Call
 from megatron_fused_ce.head.promise import HeadOfGroup, broken_promise
 from megatron_fused_ce.head.tokens import Tokens
 from megatron_fused_ce.head.validation import check_arguments
@@ -28,19 +28,14 @@ from megatron_fused_ce.losses.outputs import OF_SHARD, Outputs
 from megatron_fused_ce.losses.terms import Term
 from megatron_fused_ce.planner import choose as planner
 from megatron_fused_ce.planner import memory
-from megatron_fused_ce.ranks.agreement import (
-    GroupHistory,
-    Settled,
-    check_true_vocab_size,
-    history_of,
-)
+from megatron_fused_ce.ranks.agreement import GroupHistory, Settled, check_true_vocab_size, history_of
 from megatron_fused_ce.ranks.collectives import VocabParallel
 
-#: Specs that a group remembers: the kinds of call of a training run, or as many lengths of dynamic batches.
+#: Specs that a group keeps. A training run has a few kinds of call; dynamic batches have one for each length.
 MAX_SPECS = 512
 
-#: Fields of a call that its spec depends on: tensors, by shape, stride, dtype, device and requires_grad; and
-#: options, by value.
+#: Fields of a call that its spec depends on: of tensors shape, stride, dtype, device and requires_grad, of
+#: options the value.
 TENSORS = ("hidden", "weight", "labels", "token_weights", "temperature")
 OPTIONS = (
     *("sequence_parallel", "vocab_start", "config", "outputs", "differentiable", "terms", "zero_unknown"),
@@ -50,51 +45,45 @@ _tensors_of, _options_of = attrgetter(*TENSORS), attrgetter(*OPTIONS)
 
 
 class Spec(NamedTuple):
-    """Everything that depends on the kind of a call, not on its numbers; made once and looked up then."""
+    """Everything that depends on the kind of a call, not on its numbers."""
 
     comm: VocabParallel
     plan: planner.Plan
-    tokens: Tokens  # all of them
+    tokens: Tokens  # all tokens of the call, before any is skipped
     logits: LogitsBackend  # with outputs and scale of this kind of call
     why_not_scaled_exp: str
     copies: tuple[bool, bool]  # whether the backend must copy hidden states or weight to load them
     vocab_start: int
-    grad_hidden: bool  # which operands get a gradient
-    grad_weight: bool
-    #: the strategy: how many leading chunks keep their logits, whether gradients are made in the forward, and
-    #: whether one product over all tokens makes grad_weight
+    grad_hidden: bool  # whether the hidden states get a gradient
+    grad_weight: bool  # whether the weight does
+    needs_grad: bool  # whether one of them does
+    #: the strategy: the first ``num_stored`` chunks keep their logits; gradients are made in the forward; one
+    #: GEMM over all tokens makes grad_weight
     num_stored: int
     in_forward: bool
-    one_product: bool
-    #: whether the hidden states gathered last wait for the backward
+    wgrad_at_once: bool
+    #: whether the hidden states gathered last are kept for the backward
     keeps_last: bool
+    #: whether the backward makes logits of some chunk again, from labels and statistics
+    remakes: bool
     head: HeadOfGroup
     history: GroupHistory
 
-    @property
-    def needs_grad(self) -> bool:
-        return self.grad_hidden or self.grad_weight
-
-    @property
-    def remakes(self) -> bool:
-        """Whether the backward makes logits of some chunk again, from labels and statistics."""
-        return self.needs_grad and self.num_stored < len(self.tokens.chunks)
-
     def promise_was_broken(self) -> None:
-        """Let later calls of this head plan without token weights, and tell the user, once."""
+        """Plan later calls of this head without token weights, and tell the user once."""
         if self.head not in self.history.broken:
             self.history.broken.add(self.head)
-            self.history.forget_specs()  # they were made with the promise
+            self.history.forget_specs()  # they rely on the promise
             self.head.head.say(broken_promise(self.head))
 
 
 def spec_of(call: Call) -> Spec:
-    """The spec of this kind of call, looked up or made.
+    """Look the spec of a call up, or make it.
 
-    Whether the ranks compare a call depends on what its group has seen, never on whether a spec was there:
-    one rank may have dropped it, or have a tensor at another alignment.
+    Whether the ranks compare a call depends on what its group has seen, never on whether a spec was found:
+    one rank may have dropped its spec, or have a tensor at another alignment.
 
-    Collectives: those of :func:`.agreement.compare`, where :meth:`.GroupHistory.compares` says so.
+    Collectives: those of :func:`.agreement.compare`, if :meth:`.GroupHistory.compares` says so.
 
     Raises:
         TypeError, ValueError: an argument does not fit; on every rank where the call is compared.
@@ -105,55 +94,52 @@ def spec_of(call: Call) -> Spec:
         return _make(call, history)
     try:
         spec: Spec | None = history.specs.get(key)
-    except TypeError:  # an argument that cannot be hashed: what is wrong with it, the checks will say
+    except TypeError:  # an argument cannot be hashed: the checks will say what is wrong with it
         return _make(call, history)
     if spec is None:
         spec = _make(call, history)
-        if len(history.broken) == num_broken:  # else another thread's backward has changed the plans
+        if len(history.broken) == num_broken:  # else the backward of another thread has changed the plans
             history.keep(key, spec, MAX_SPECS)
     return spec
 
 
 def _key(call: Call) -> Hashable | None:
-    """Cache key of a call's spec; None where none is kept.
+    """Cache key of a call's spec; None if the spec is not to be cached.
 
-    Under a CUDA graph's capture none is: constants of the outputs would be the graph's.
+    It is not while a CUDA graph is captured: constants of the outputs would belong to the graph.
     """
     if call.caller_error is not None:
         return None
-    hidden, weight = call.hidden, call.weight
+    hidden, weight, others = call.hidden, call.weight, call.other_targets
     try:
         options = _options_of(call)
         key = (
             *[given if given is None else _kind(given) for given in _tensors_of(call)],
-            call.other_targets if call.other_targets is NOTHING_ELSE else _kinds(call.other_targets),
+            others if others is NOTHING_ELSE else (type(others), *map(_kind, others.kind)),
             options,
             tuple(map(type, options)),  # True and 1 are equal
             getattr(call.open_grad_weight, "kind", "returned"),
             torch.is_grad_enabled(),
-            # Where TMA may load them.
+            # The alignment decides whether TMA can load them.
             hidden.data_ptr() % 16,
             weight.data_ptr() % 16,
         )
     except (AttributeError, TypeError, RuntimeError):
-        return None  # what is wrong, the checks will say
+        return None  # the checks will say what is wrong
     if hidden.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
     return key
 
 
 def _kind(value: Any) -> Hashable:
-    """Cache key of one argument; of tensors shape, stride, dtype, device, requires_grad."""
+    """Cache key of one argument; for tensors shape, stride, dtype, device and requires_grad."""
     if isinstance(value, Tensor):
         return type(value), value.shape, value.stride(), value.dtype, value.device, value.requires_grad
     return type(value), value
 
 
-def _kinds(others: OtherTargets) -> Hashable:
-    return (type(others), *map(_kind, others.kind))
-
-
 def _make(call: Call, history: GroupHistory) -> Spec:
+    """Check a call, compare it over the ranks if they must, and make its spec."""
     reduces = call.reduce_grad_hidden
     comm = VocabParallel.of(call.tp_group, call.sequence_parallel, call.config.merge, reduces)
     local = _LocalView.of(call, comm, history)
@@ -174,19 +160,17 @@ def _make(call: Call, history: GroupHistory) -> Spec:
     logits, why_not = local.choice
     if settled.facts["without_scaled_exp"] and not local.facts["without_scaled_exp"]:
         logits, why_not = _choose(call, choose.NOT_ON_EVERY_RANK)
-    # Not this rank's view of the head: another head of the group may have as many rows here.
+    # The shard sizes of all ranks identify a head: another one may have as many rows on this rank.
     head = HeadOfGroup(call.head, settled.shard_sizes, call.weight.shape[1])
     plan = _plan(call, comm, settled, logits, head in history.broken)
     comm = replace(comm, beside=plan.count > 1)
-    logit_scale, softcap = at_temperature(call)
+    logit_scale, softcap = _at_temperature(call)
     outputs = _outputs(call, comm, settled, vocab_start, softcap, logits.saves_logits)
     logits = others.backend(call, replace(logits, outputs=outputs, logit_scale=logit_scale, comm=comm))
-    grad_mode = torch.is_grad_enabled()
-    grad_hidden, grad_weight = (
-        grad_mode and call.hidden.requires_grad,
-        grad_mode and call.weight.requires_grad,
-    )
+    grad_hidden = torch.is_grad_enabled() and call.hidden.requires_grad
+    grad_weight = torch.is_grad_enabled() and call.weight.requires_grad
     needs_grad = grad_hidden or grad_weight
+    remakes = needs_grad and plan.remakes
     return Spec(
         comm=comm,
         plan=plan,
@@ -197,10 +181,12 @@ def _make(call: Call, history: GroupHistory) -> Spec:
         vocab_start=vocab_start,
         grad_hidden=grad_hidden,
         grad_weight=grad_weight,
+        needs_grad=needs_grad,
         num_stored=plan.stored_chunks if needs_grad else 0,
         in_forward=plan.in_forward and needs_grad,
-        one_product=plan.wgrad_at_once and grad_weight,
-        keeps_last=plan.saves_last_hidden and (grad_weight or (needs_grad and plan.remakes)),
+        wgrad_at_once=plan.wgrad_at_once and grad_weight,
+        keeps_last=plan.saves_last_hidden and (grad_weight or remakes),
+        remakes=remakes,
         head=head,
         history=history,
     )
@@ -212,8 +198,9 @@ def _outputs(
     settled: Settled,
     vocab_start: int,
     softcap: float | None,
-    saves_logits: bool,  # the backend's: statistics must be those of the rounded logits that it saves
+    saves_logits: bool,  # whether the scaled-exp GEMM saves rounded logits, which its statistics must fit
 ) -> Outputs:
+    """The terms that a call computes for each token, with the options of its logits."""
     config, num_rows, valid_columns = call.config, call.weight.shape[0], None
     if config.true_vocab_size is not None:
         real_columns = min(max(config.true_vocab_size - vocab_start, 0), num_rows)
@@ -233,10 +220,11 @@ def _outputs(
     )
 
 
-def at_temperature(call: Call) -> tuple[float, float | None]:
-    """The scale of the logits and the softcap, divided by the temperature of all tokens.
+def _at_temperature(call: Call) -> tuple[float, float | None]:
+    """Scale and softcap of the logits, both divided by a temperature that all tokens share.
 
-    That divides what the softcap leaves: ``cap * tanh(z / cap) / t`` is the softcap ``cap / t`` of ``z / t``.
+    The temperature divides logits after the softcap, and ``cap * tanh(z / cap) / t`` is ``z / t`` with the
+    softcap ``cap / t``.
     """
     scale, cap = call.config.logit_scale, call.config.logit_softcap
     if isinstance(call.temperature, Tensor):
@@ -245,19 +233,20 @@ def at_temperature(call: Call) -> tuple[float, float | None]:
 
 
 class _LocalView(NamedTuple):
-    """What this rank finds by itself."""
+    """What a rank finds about a call before it hears of the others."""
 
     error: Exception | None = None
     head: Hashable | None = None
-    #: what the ranks settled before, where this call is not compared
+    #: what the ranks settled at an earlier call of this head, if they do not compare this one
     settled: Settled | None = None
-    #: the logits backend, and why not ``scaled_exp``
+    #: the logits backend, and why it is not ``scaled_exp``
     choice: tuple[LogitsBackend, str] | None = None
-    #: this rank's (:data:`_NO_FACTS`), encoded so that the maximum over ranks is safe for all
+    #: numbers that depend on this rank's machine and memory, named as in :data:`_NO_FACTS`
     facts: dict[str, int] = {}  # noqa: RUF012 (never written to)
 
     @staticmethod
     def of(call: Call, comm: VocabParallel, history: GroupHistory) -> _LocalView:
+        """Check the call, and choose a backend."""
         config, weight, head = call.config, call.weight, None
         try:
             head = _head_of(call)
@@ -277,7 +266,7 @@ class _LocalView(NamedTuple):
         accumulator = getattr(call.open_grad_weight, "kind", "returned") if weight.requires_grad else "none"
         facts = {
             "device": _DEVICES.index(device_in_plans(call.hidden.device)),
-            # Index, cheapest first, so that MAX over ranks is safe; "none" is so on all ranks or on none.
+            # An index, the cheapest first. "none" is so on all ranks or on no rank.
             "wgrad_accumulator": memory.WGRAD_ACCUMULATORS.index(accumulator),
             "without_scaled_exp": int(bool(here)),
         }
@@ -285,9 +274,9 @@ class _LocalView(NamedTuple):
 
 
 def _head_of(call: Call) -> Hashable | None:
-    """What a head is to its group's history; None for a weight that is none.
+    """Key of a head in the history of its group; None if its weight is no matrix.
 
-    A rank whose other arguments are bad compares a head's first call with the others.
+    It reads no other argument, so that a rank with bad ones still compares the head's first call.
     """
     weight = call.weight
     if not isinstance(weight, Tensor) or weight.dim() != 2:
@@ -303,6 +292,7 @@ def _head_of(call: Call) -> Hashable | None:
 
 
 def _choose(call: Call, why_not_here: str) -> tuple[LogitsBackend, str]:
+    """The logits backend of a call, and why it is not ``scaled_exp``: :func:`.choose.choose`."""
     others = call.other_targets
     requested = Requested(
         _loss_of(call), call.differentiable, call.terms, others.beyond_scaled_exp, others.saves_logits_for
@@ -310,16 +300,17 @@ def _choose(call: Call, why_not_here: str) -> tuple[LogitsBackend, str]:
     return choose.choose(call.config, call.hidden, call.weight, requested, why_not_here)
 
 
-#: Devices that plans differ on; of ranks with several the last one counts.
+#: Devices that plans differ on. Ranks with different ones take the last of them.
 _DEVICES = ("cpu", "Hopper", "other GPU")
 
-#: What depends on this rank's machine and memory, and plans on it (see :func:`.agreement.compare`).
+#: Numbers that may differ between ranks and that plans depend on; all ranks take the largest
+#: (:func:`.agreement.compare`), which is safe for each.
 _NO_FACTS = {"device": 0, "wgrad_accumulator": 0, "without_scaled_exp": 0}
 
 
 @lru_cache(maxsize=16)
 def device_in_plans(device: torch.device) -> str:
-    """:attr:`.PlanInputs.device`, one of three."""
+    """Name of a device for :attr:`.PlanInputs.device`, one of three."""
     if device.type != "cuda":
         return "cpu"
     return "Hopper" if torch.cuda.get_device_capability(device)[0] == 9 else "other GPU"
@@ -328,9 +319,10 @@ def device_in_plans(device: torch.device) -> str:
 def _plan(
     call: Call, comm: VocabParallel, settled: Settled, logits: LogitsBackend, promise_broken: bool
 ) -> planner.Plan:
+    """Let the planner choose strategy and chunks."""
     config = call.config
     bound = _loss_of(call).bound
-    # Else how large fp16's gradients are is known after the forward.
+    # fp16 needs a bound of the gradients before the forward.
     in_forward = call.hidden.dtype != torch.float16 or (bound is not None and bound <= 1 + 1e-6)
     if config.strategy == "grad_in_forward" and not in_forward:
         config = replace(config, strategy="auto")
@@ -338,7 +330,7 @@ def _plan(
         config=config,
         num_tokens=call.hidden.shape[:-1].numel() * comm.num_parts,
         hidden_size=call.hidden.shape[-1],
-        # Of the largest shard: ranks with unequal ones cut their tokens alike.
+        # The largest shard: ranks with unequal shards must cut their tokens alike.
         num_rows=max(settled.shard_sizes),
         dtype=str(call.hidden.dtype).removeprefix("torch."),
         num_parts=comm.num_parts,
@@ -356,13 +348,14 @@ def _plan(
 
 
 def _vocab_start(call: Call, comm: VocabParallel, settled: Settled) -> int:
+    """First global id of this rank's rows."""
     if call.vocab_start is not None or comm.size == 1:
         return call.vocab_start or 0
     return sum(_all_sizes(comm, settled, "vocab_start")[: comm.rank])
 
 
 def _num_classes(call: Call, comm: VocabParallel, settled: Settled) -> int:
-    """Classes of the whole vocabulary; 0 where nothing asks for them: the config's terms do by their sum."""
+    """Number of classes in the whole vocabulary; 0 if no term reads it."""
     if call.config.true_vocab_size is not None:
         return call.config.true_vocab_size
     if not (call.terms or "logit_sum" in _loss_of(call).needs):
@@ -371,11 +364,17 @@ def _num_classes(call: Call, comm: VocabParallel, settled: Settled) -> int:
 
 
 def _loss_of(call: Call) -> Term:
+    """The term of the loss: the caller's own, or that of config and targets."""
     own = dict(call.terms)
     return own["loss"] if "loss" in own else loss_of(call.config, call.other_targets.loss)
 
 
 def _all_sizes(comm: VocabParallel, settled: Settled, instead: str) -> tuple[int, ...]:
+    """Rows of every shard; ``instead`` is the argument that would make them needless.
+
+    Raises:
+        RuntimeError: the ranks have not compared them.
+    """
     if len(settled.shard_sizes) < comm.size:
         raise RuntimeError(
             "a head is called for the first time while a CUDA graph is captured, when the ranks cannot "

@@ -1,4 +1,4 @@
-"""A call in the order of its hidden states: labels as columns of this shard, weights, temperatures."""
+"""Brings the targets of a call into the order of its hidden states, with labels as columns of this shard."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from megatron_fused_ce.ranks.collectives import VocabParallel, raise_if_any
 
 
 class Prepared(NamedTuple):
-    """What the loop works on, beside hidden states and weight."""
+    """Inputs of the loop beside hidden states and weight."""
 
-    tokens: Tokens
+    tokens: Tokens  # the tokens that are worked on
     targets: Targets
-    token_weights: Tensor | None  # [parts, n] fp32, for gradients in the forward
-    ignored: Tensor | None  # bool [parts, n], of all tokens: labelled ignore_index
-    kept: Kept | None  # the tokens to work on, where others are skipped
+    token_weights: Tensor | None  # [parts, n] fp32, if gradients are made in the forward
+    ignored: Tensor | None  # bool [parts, n]: tokens labelled ignore_index, among all tokens
+    kept: Kept | None  # which tokens are worked on; None for all
 
 
 def prepare(call: Call, spec: Spec) -> Prepared:
-    """A call's tensors in the order of its hidden states.
+    """Prepare the tensors of a call for the loop.
 
-    Collectives: those of :func:`.raise_if_any`, with ``config.debug_checks`` and with a temperature per
-    token; :func:`.tokens.count`'s, with ``skip_masked``, here or earlier if ``call.unmasked`` was given;
-    :meth:`.OtherTargets.in_order`'s.
+    Collectives, in order: those of :func:`.raise_if_any`, with ``config.debug_checks`` and with a temperature
+    per token; with ``skip_masked`` that of :func:`.tokens.count`, unless ``call.unmasked`` was given; those
+    of :meth:`.OtherTargets.in_order`.
     """
     comm, config, labels, weights = spec.comm, call.config, call.labels, call.token_weights
     if config.debug_checks and weights is not None:  # the host waits
@@ -53,7 +53,7 @@ def prepare(call: Call, spec: Spec) -> Prepared:
         columns = columns.masked_fill(ignored, -1)
     read_again = spec.needs_grad and (spec.remakes or not spec.logits.saves_e)
     if read_again and columns.data_ptr() == labels.data_ptr():
-        columns = columns.clone()  # whose caller may refill its buffer before the backward
+        columns = columns.clone()  # the caller may refill the labels' buffer before the backward
     others = call.other_targets.in_order(call, comm, spec.vocab_start, spec.remakes)
     if weights is not None:
         weights = weights.float() if spec.in_forward else None
@@ -67,19 +67,19 @@ def prepare(call: Call, spec: Spec) -> Prepared:
         None if others is None else others.kept(kept, comm.part),
     )
     weights = None if weights is None else kept.of_tokens(weights)
-    # The plan and the buffers are those of all tokens: the same in every step.
+    # Plan and buffers are made for all tokens, so that they are the same in every step.
     return Prepared(spec.tokens.first(kept.tokens.shape[1]), of_kept, weights, ignored, kept)
 
 
 def in_token_order(per_token: Tensor, labels: Tensor, num_parts: int) -> Tensor:
-    """``[parts, n]``, s-major, of a tensor in the shape of ``labels``."""
+    """Reorder a tensor in the shape of ``labels`` to ``[parts, n]``, sequence-major as hidden states are."""
     if labels.dim() == 2 and per_token.shape[0] > 1:
         per_token = per_token.t()
     return per_token.reshape(num_parts, -1)
 
 
 def inv_temperature_of(temperature: float | Tensor, labels: Tensor, comm: VocabParallel) -> Tensor | None:
-    """The inverse of a temperature per token, ``[parts, n]`` fp32; None for a single temperature.
+    """Inverse of a temperature per token, ``[parts, n]`` fp32; None for a single temperature.
 
     Collectives: those of :func:`.raise_if_any`, with a temperature per token.
     """
@@ -93,8 +93,8 @@ def inv_temperature_of(temperature: float | Tensor, labels: Tensor, comm: VocabP
 
 
 def columns_of(ids: Tensor, comm: VocabParallel, vocab_start: int, config: FusedCEConfig) -> Tensor:
-    """Columns of this shard for global ids. No shard has one in the padding that is masked."""
-    # Of several ranks the first subtracts too: all run the same operators.
+    """Columns of this shard for global ids. Ids in the masked padding get -1, on every shard."""
+    # Rank 0 of several subtracts its 0, too: all ranks run the same operators.
     whole = comm.size == 1 and vocab_start == 0
     local = ids.contiguous() if whole else ids - vocab_start
     if config.true_vocab_size is not None:

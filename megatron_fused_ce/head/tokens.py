@@ -1,13 +1,13 @@
-"""The tokens that a call works on: cut into chunks, and without those of weight 0 where these are skipped.
+"""Which tokens a call works on: all of them in chunks, or without the tokens of weight 0 (``skip_masked``).
 
-All ranks of the tensor-parallel group must work on the same number of tokens. So each part (one of R with
-sequence parallelism) is cut to ``m`` tokens, the unmasked tokens of the part that has the most; the other
-parts are filled up with masked tokens, whose results are dropped. The host must know ``m``: :func:`count`
-sends it there without a wait while the device still has work, and :func:`num_unmasked` waits for it later.
-They must be the same tokens, too: what the ranks know of one is merged.
+All ranks of the tensor-parallel group must work on the same number of tokens. So each part of the tokens (one
+of R with sequence parallelism) is cut to ``m`` tokens, where ``m`` is the largest number of unmasked tokens
+in any part; other parts are filled up with masked tokens, whose results are dropped. The host must know
+``m``. :func:`count` starts to count, and does not wait; :func:`num_unmasked` waits for the number later, when
+the device has other work. All ranks must also skip the same tokens, since statistics of one token are merged.
 
-Left-out tokens have loss 0 and gradient 0. One whose upstream gradient is not 0 cannot be made right any
-more: the backward raises (:func:`refuse_lost`), or makes the gradients NaN where that upstream is inf or NaN.
+A skipped token has loss 0 and gradient 0. If its upstream gradient is not 0, the backward cannot compute what
+is missing: it raises (:func:`refuse_lost`), or makes the gradients NaN if that upstream is inf or NaN.
 """
 
 from __future__ import annotations
@@ -24,39 +24,40 @@ from megatron_fused_ce.ranks.collectives import largest_over_ranks
 
 
 class Tokens(NamedTuple):
-    """Chunks of a call's tokens, and their slices of tensors."""
+    """The chunks of a call's tokens, and how to slice tensors by them."""
 
     chunks: tuple[Chunk, ...]
     num_parts: int  # ranks that hold different tokens: R with sequence parallelism, else 1
-    part: int  # which of the parts is this rank's
-    capacity: int  # tokens of the longest chunk over all parts, for buffers
+    part: int  # index of this rank's part
+    capacity: int  # tokens of the longest chunk over all parts: the size of buffers
 
     @property
     def num(self) -> int:
-        """``n``: this rank's tokens."""
+        """``n``, the number of this rank's tokens."""
         return self.chunks[-1].stop if self.chunks else 0
 
     def split(self, per_token: Tensor, chunk: Chunk) -> Tensor:
-        """The chunk's entries ``[..., C]`` of a tensor ``[..., parts, n]``, rank after rank, contiguous."""
+        """Entries ``[..., C]`` of a chunk in a tensor ``[..., parts, n]``, rank after rank, contiguous."""
         if len(self.chunks) > 1:
             per_token = per_token[..., chunk.start : chunk.stop]
-        # Of one token a rank, flatten gives a strided view.
+        # flatten gives a strided view where each rank has one token.
         return per_token.flatten(-2).contiguous()
 
     def of_all(self, matrix: Tensor, chunk: Chunk) -> Tensor:
-        """Rows ``[C, ...]`` of one chunk in a tensor ``[T, ...]`` ordered chunk after chunk."""
-        return matrix[self.num_parts * chunk.start : self.num_parts * chunk.stop]
+        """Rows ``[C, ...]`` of a chunk in a tensor ``[T, ...]`` that is ordered chunk after chunk."""
+        start, stop = self.num_parts * chunk.start, self.num_parts * chunk.stop
+        return matrix if stop - start == len(matrix) else matrix[start:stop]  # a slice takes host time
 
     def first(self, num: int) -> Tokens:
         """The first ``num`` tokens of each part, in the same buffers."""
         return self._replace(chunks=first_tokens(self.chunks, num))
 
     def own_part(self, per_token: Tensor) -> Tensor:
-        """This rank's entries ``[n]`` of a chunk's ``[C]``."""
+        """This rank's entries of a tensor ``[C]`` of one chunk."""
         return per_token if self.num_parts == 1 else per_token.view(self.num_parts, -1)[self.part]
 
 
-#: ``m`` is rounded up to whole tiles of the GEMMs: fewer sizes for the allocator, at no cost in time.
+#: ``m`` is rounded up to whole tiles of the GEMMs: the allocator sees fewer sizes, and no GEMM takes longer.
 ROUND_TO = 128
 
 
@@ -64,11 +65,11 @@ def count(
     weights: Tensor,  # [parts, n]: token weights, in token order
     group: Any,  # the tensor-parallel group, or None
 ) -> HostCopy | None:
-    """Start counting the unmasked tokens of the part that has the most, for :func:`num_unmasked`; None while
-    a CUDA graph is captured.
+    """Start to count the unmasked tokens of each part, for :func:`num_unmasked`; None while a CUDA graph is
+    captured.
 
-    Collectives: a MAX all-reduce of two bytes a token over ``group`` (R > 1): whether a rank keeps the token,
-    and whether one leaves it out.
+    Collectives: a MAX all-reduce of two bytes a token over ``group`` (R > 1): whether some rank keeps the
+    token, and whether some rank skips it.
     """
     if weights.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
@@ -78,10 +79,10 @@ def count(
 
 
 def num_unmasked(counted: HostCopy) -> int:
-    """Unmasked tokens of the part that has the most. The host waits.
+    """The largest number of unmasked tokens in any part. The host waits.
 
     Raises:
-        ValueError: on every rank, where the ranks' masks differ: each would work on other tokens.
+        ValueError: on every rank, if the ranks' masks differ: they would work on different tokens.
     """
     largest, num_differing = counted.read()
     if num_differing:
@@ -94,14 +95,15 @@ def num_unmasked(counted: HostCopy) -> int:
 
 
 class Kept(NamedTuple):
-    """The tokens of each part that are worked on."""
+    """The ``m`` tokens of each part that are worked on."""
 
-    tokens: Tensor  # int64 [parts, m]: indices of the tokens, unmasked ones first, in their order
+    tokens: Tensor  # int64 [parts, m]: their indices, unmasked tokens first, in ascending order
     active: Tensor  # bool [parts, m]: whether they are unmasked
-    skipped: Tensor  # bool [parts, n]: tokens with weight 0
+    skipped: Tensor  # bool [parts, n]: tokens of weight 0
 
     @staticmethod
     def of(weights: Tensor, num_kept: int) -> Kept:
+        """Keep ``num_kept`` tokens of each part, for token weights ``[parts, n]``."""
         skipped = weights == 0
         if num_kept == weights.shape[1]:
             tokens = torch.arange(num_kept, device=weights.device).expand_as(weights)
@@ -110,24 +112,26 @@ class Kept(NamedTuple):
         return Kept(index, ~skipped.gather(1, index), skipped)
 
     def of_tokens(self, per_token: Tensor) -> Tensor:
-        """Select the kept tokens: ``[..., parts, n]`` to ``[..., parts, m]``."""
+        """Select the kept tokens of a tensor: ``[..., parts, n]`` to ``[..., parts, m]``."""
         index = self.tokens.expand(*per_token.shape[:-1], self.tokens.shape[1])
         return per_token.gather(-1, index)
 
     def take(self, hidden: Tensor, part: int) -> Tensor:
-        """This rank's kept hidden states, ``[n, H]`` to ``[m, H]``."""
+        """Select the kept hidden states of one part: ``[n, H]`` to ``[m, H]``."""
         return hidden if self._is_all else hidden.index_select(0, self.tokens[part])
 
     def put_back_rows(self, rows: Tensor, part: int) -> Tensor:
-        """The gradient of :meth:`take`: ``[m, H]`` to ``[n, H]``, 0 at the other tokens."""
+        """Gradient of :meth:`take`: ``[m, H]`` to ``[n, H]``, with 0 at the other tokens."""
         if self._is_all:
             return rows
         whole = rows.new_zeros(self.skipped.shape[1], rows.shape[1])
         return whole.index_copy_(0, self.tokens[part], rows)
 
     def put_back(self, per_token: Tensor, per_label: bool = False) -> Tensor:
-        """Results put back in place, ``[parts * m]`` to ``[parts * n]``, or ``[K, ...]`` each; masked tokens
-        get 0, -1 (ids) or False."""
+        """Put results back among all tokens: ``[parts * m]`` to ``[parts * n]``, or ``[K, ...]`` both.
+
+        Skipped tokens get 0, False, or -1 in place of an id.
+        """
         fill = -1 if per_token.dtype == torch.int64 else 0
         lead = per_token.shape[:per_label]
         whole = per_token.new_full((*lead, *self.skipped.shape), fill)
@@ -137,9 +141,9 @@ class Kept(NamedTuple):
         return whole.flatten(-2)
 
     def upstream(self, upstream: Upstream) -> Upstream:
-        """Upstream gradients ``[parts, n]`` of the kept tokens, ``[parts, m]``.
+        """Upstream gradients of the kept tokens, ``[parts, n]`` to ``[parts, m]``.
 
-        0 for the masked tokens among them, but where it is inf or NaN.
+        A masked token among them gets 0, unless its upstream gradient is inf or NaN.
         """
 
         def of_kept(grad: Tensor) -> Tensor:
@@ -149,16 +153,16 @@ class Kept(NamedTuple):
         return upstream.map(of_kept)
 
     def count_lost(self, upstream: Upstream) -> Tensor:
-        """int64 ``[2]``: skipped tokens whose upstream gradients are finite, one of them not 0; and skipped
-        tokens with an inf or NaN among them."""
+        """Count skipped tokens that have an upstream gradient, int64 ``[2]``: first those whose upstream
+        gradients are finite and not all 0, then those that have an inf or NaN."""
         given = torch.stack(upstream.sizes)
         finite = torch.isfinite(given).all(0)
         lost = self.skipped & finite & (given != 0).any(0)
         return torch.stack((lost.sum(), (self.skipped & ~finite).sum()))
 
     def spoil_rows_(self, rows: Tensor, upstream: Upstream, part: int) -> None:
-        """Make rows of this rank's ``[n, H]`` NaN, those of tokens whose upstream gradients ``[parts, n]``
-        have an inf or NaN."""
+        """Fill rows of this rank's ``[n, H]`` with NaN where the token has an inf or NaN in its upstream
+        gradients ``[parts, n]``."""
         finite = torch.isfinite(torch.stack(upstream.sizes)).all(0)[part]
         rows.masked_fill_(~finite.unsqueeze(-1), torch.nan)
 
@@ -168,16 +172,12 @@ class Kept(NamedTuple):
 
 
 def num_kept(largest: int, num_tokens: int) -> int:
-    """``m`` for a part of ``num_tokens`` tokens: rounded up, at most all of them."""
+    """``m``: the ``largest`` number of unmasked tokens rounded up, at most the ``num_tokens`` of a part."""
     return min(num_tokens, -(-largest // ROUND_TO) * ROUND_TO)
 
 
 def refuse_lost(num_lost: int) -> None:
-    """Raise if the upstream gradients of left-out tokens are not all 0.
-
-    Raises:
-        RuntimeError: with their number, and what to do.
-    """
+    """Raise RuntimeError if skipped tokens have an upstream gradient, ``num_lost`` of them."""
     if num_lost:
         raise RuntimeError(
             f"{num_lost} tokens were left out (outside active_mask; with skip_masked, of weight 0 or "

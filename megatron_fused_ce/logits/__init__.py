@@ -161,7 +161,10 @@ class LogitsBackend:
         return made
 
     def finalize(self, matrix: Tensor, targets: Targets, scores: Scores, merged: Merged) -> Tensor | None:
-        """Make ``matrix`` ``[C, V]``, in place, what :meth:`grad_from_saved` reads; its row scale ``[C]``."""
+        """Change ``matrix`` ``[C, V]``, in place, into what :meth:`grad_from_saved` reads.
+
+        Return the row scale ``[C]`` that goes with it, or None.
+        """
         return None
 
     def grad_from_saved(

@@ -145,8 +145,8 @@ def why_not_here(config: FusedCEConfig, tokens: Tensor, weight: Tensor) -> str:
 def not_measured(capability: tuple[int, int]) -> str:
     """Why ``auto`` leaves ``scaled_exp`` on a GPU where nobody ran it, and what a user can do."""
     return (
-        f"it was never run on sm_{capability[0]}{capability[1]}; --fused-ce-logits-backend scaled_exp tries "
-        "it: please report ms per step and losses with and without that flag, the GPU and triton's version"
+        f"it was never run on sm_{capability[0]}{capability[1]}; FusedCEConfig(logits_backend='scaled_exp') "
+        "tries it: please report ms per step and losses with and without that, the GPU and triton's version"
     )
 
 

@@ -1,6 +1,6 @@
-"""The row kernels (two passes over a chunk of logits) in plain PyTorch: for CPUs, and to test Triton's.
+"""The row kernels, two passes over a chunk of logits, in plain PyTorch: for CPUs, and to test Triton's.
 
-Both walk the rows in blocks, so that their fp32 temporaries stay far below a chunk of logits.
+Both go through the rows in blocks, so that their fp32 temporaries stay far below a chunk of logits.
 """
 
 from __future__ import annotations
@@ -22,18 +22,16 @@ BLOCK_ELEMENTS = 1 << 17
 
 
 def row_blocks(num_rows: int, num_columns: int) -> list[slice]:
-    """Of at most :data:`BLOCK_ELEMENTS`, but a row at least."""
+    """Slices of rows with at most :data:`BLOCK_ELEMENTS` elements each, but at least one row."""
     rows = max(1, BLOCK_ELEMENTS // max(1, num_columns))
     return [slice(start, min(start + rows, num_rows)) for start in range(0, num_rows, rows)]
 
 
 def scaled_logits(
-    logits: Tensor,  # [rows, V]
-    logit_scale: float,
-    softcap: float | None,
+    logits: Tensor, logit_scale: float, softcap: float | None, in_place: bool = False
 ) -> Tensor:
-    """The scaled and softcapped logits in a new fp32 tensor."""
-    z = logits.to(torch.float32, copy=True)
+    """The scaled and softcapped logits in fp32: a new tensor, or ``in_place`` for fp32 logits."""
+    z = logits.to(torch.float32, copy=not in_place)
     if logit_scale != 1.0:
         z.mul_(logit_scale)
     if softcap is not None:
@@ -49,7 +47,7 @@ def relative_logits(
 ) -> Tensor:
     """``softcap(scale * logits) - softcap(scale * top)`` in a new fp64 tensor, exactly 0 at ``top``.
 
-    -inf for all where ``top`` is.
+    A row whose ``top`` is -inf is -inf throughout.
     """
     z, top = logits.double(), top.double()
     if softcap is not None:
@@ -57,25 +55,21 @@ def relative_logits(
     return z.sub_(top.masked_fill(top == -torch.inf, 0.0)).mul_(scale)
 
 
-def softcap_gradient(
-    logits: Tensor,  # [rows, V]
-    logit_scale: float,
-    softcap: float,
-) -> Tensor:
-    """``1 - tanh**2`` of the scaled logits, fp32; not by that formula, which cancels for a large logit."""
+def softcap_gradient(logits: Tensor, logit_scale: float, softcap: float) -> Tensor:
+    """``1 - tanh(scale * logits / softcap)**2`` in fp32, by a formula that keeps its digits."""
     e = logits.to(torch.float32, copy=True).mul_(logit_scale / softcap).abs_().mul_(-2).exp_()
     return 4 * e / (1 + e).square()
 
 
 def masked_columns(logits: Tensor, valid_columns: Tensor | None) -> Tensor | None:
-    """Masked columns, bool ``[V]``; None if all are valid."""
+    """Which columns are masked padding, bool ``[V]``; None if all are valid."""
     if valid_columns is None:
         return None
     return torch.arange(logits.shape[1], device=logits.device) >= valid_columns
 
 
 def columns_here(labels: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:
-    """Columns ``[rows, 1]`` of the labels, 0 for those of other shards, and whether they are in this one."""
+    """Columns of the labels ``[rows, 1]``, and which labels are in this shard; the others get column 0."""
     labels = labels.unsqueeze(-1)
     here = (labels >= 0) & (labels < num_columns)
     return torch.where(here, labels, 0), here
@@ -89,7 +83,7 @@ def row_statistics(
     form: RowOptions = NO_OPTIONS,
     inv_temperature: Tensor | None = None,  # [C] fp32, 1 / temperature, after the softcap
 ) -> RowStatistics:
-    """Row maximum, sum of exponentials without the label's column, and the label's logit."""
+    """Compute the statistics of each row: maximum, sum of exponentials without the label's, label's logit."""
     num_rows, num_columns = logits.shape
     shard = logits.new_empty((4, num_rows), dtype=torch.float32)
     argmax = torch.empty_like(local_labels) if with_argmax else None
@@ -142,7 +136,7 @@ def row_gradients(
     form: RowOptions = NO_OPTIONS,
     inv_temperature: Tensor | None = None,  # [C] fp32, 1 / temperature; ``terms`` have its factor
 ) -> Tensor:
-    """``out = d loss / d z`` times the upstream gradient, cast to the logits' dtype."""
+    """Write the gradient of the logits, ``d loss / d z`` times the upstream gradient, into ``out``."""
     num_rows, num_columns = logits.shape
     masked = masked_columns(logits, form.valid_columns)
     for rows in row_blocks(num_rows, num_columns):
@@ -160,11 +154,8 @@ def row_gradients(
         else:
             e.mul_(terms.scale[rows].unsqueeze(-1))
         if terms.smoothing_per_class is not None:
-            e.sub_(
-                terms.smoothing_per_class
-                if terms.smoothing_per_class.dim() == 0
-                else terms.smoothing_per_class[rows].unsqueeze(-1)
-            )
+            delta = terms.smoothing_per_class
+            e.sub_(delta[rows].unsqueeze(-1) if delta.dim() else delta)
         columns, here = columns_here(local_labels[rows], num_columns)
         at_label = -terms.neg_label_grad[rows].unsqueeze(-1)
         e.scatter_(-1, columns, at_label.where(here, e.gather(-1, columns)))

@@ -139,7 +139,8 @@ class MadeElsewhere(Term):
 MADE_ELSEWHERE = MadeElsewhere()
 #: Names of outputs of this rank's shard, for the adapter.
 OF_SHARD = {"shard_max": ShardMax(), "shard_argmax": ShardArgmax()}
-#: Outputs that may be asked for by name.
+#: Outputs that may be asked for by name. The scale of fp16 has room for their gradients (head/fp16.py);
+#: :attr:`Outputs.unbounded` leaves them out.
 OUTPUTS: dict[str, Term] = {
     "log_prob": LogProb(),
     "lse": Lse(),

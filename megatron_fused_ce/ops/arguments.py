@@ -1,4 +1,4 @@
-"""Arguments that the functions for RL and distillation share: what they may be, and how a call takes them."""
+"""Arguments that several public functions share: their checks, and their form in a call of the head."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ ENTROPY_CHOICES = ("none", "detached", "differentiable")
 
 
 def why_wrong_entropy(entropy: object, choices: tuple[str, ...] = ENTROPY_CHOICES) -> ValueError | None:
-    """The error for anything but one of the words that a function takes."""
+    """The error for an ``entropy`` that is none of the words in ``choices``."""
     if isinstance(entropy, str) and entropy in choices:
         return None
     return ValueError(f"entropy is {entropy!r}; choose one of {', '.join(choices)}")
 
 
 def sequence_first(hidden: Any, batch_first: bool | None) -> Any:
-    """``[b, s, H]`` as ``[s, b, H]`` where ``batch_first``."""
+    """Transpose ``[b, s, H]`` to ``[s, b, H]`` if ``batch_first``; leave anything else as it is."""
     is_batch = batch_first and isinstance(hidden, Tensor) and hidden.dim() == 3
     return hidden.transpose(0, 1) if is_batch else hidden
 
 
 def why_no_layout(name: str, hidden: object, batch_first: bool | None) -> ValueError | None:
-    """The error for hidden states of three dimensions whose order nothing tells."""
+    """The error for hidden states of three dimensions without a ``batch_first`` that tells their order."""
     if batch_first is not None or not isinstance(hidden, Tensor) or hidden.dim() != 3:
         return None
     return ValueError(
@@ -33,7 +33,7 @@ def why_no_layout(name: str, hidden: object, batch_first: bool | None) -> ValueE
 
 
 def widened(hidden: Any, weight: Any) -> Any:
-    """Half-precision hidden states cast to fp32 if the weight is fp32."""
+    """Cast half-precision hidden states to fp32 if the weight is fp32."""
     if not (isinstance(hidden, Tensor) and isinstance(weight, Tensor)):
         return hidden  # the checks will report it
     half = hidden.dtype in (torch.bfloat16, torch.float16)
@@ -41,8 +41,10 @@ def widened(hidden: Any, weight: Any) -> Any:
 
 
 def temperature_of(temperature: Any, shape: torch.Size | tuple[int, ...]) -> Any:
-    """A number, or one per token in the labels' ``shape``, of what a caller gave: of ``[b]`` beside ``[b,
-    s]`` each sequence's; of a tensor without dimensions its number, for which the host waits."""
+    """The temperature as a number, or as a tensor in the labels' ``shape``.
+
+    ``[b]`` beside labels ``[b, s]`` is expanded. For a tensor without dimensions the host waits.
+    """
     if not isinstance(temperature, Tensor) or temperature.is_meta:
         return temperature
     if not temperature.dim():
@@ -53,7 +55,7 @@ def temperature_of(temperature: Any, shape: torch.Size | tuple[int, ...]) -> Any
 
 
 def why_no_mask(mask: object, shape: torch.Size | tuple[int, ...]) -> ValueError | None:
-    """The error for an ``active_mask`` that is not bool, one a token: ``shape``."""
+    """The error for an ``active_mask`` that is not bool of the labels' ``shape``."""
     if isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == shape:
         return None
     got = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__

@@ -1,4 +1,4 @@
-"""The op: per-token cross-entropy of ``hidden @ weight.T`` without the logits."""
+"""Per-token cross-entropy of ``hidden @ weight.T``, and outputs beside it, without the logits."""
 
 from __future__ import annotations
 
@@ -42,33 +42,33 @@ def fused_linear_cross_entropy(
 ) -> Tensor:
     """Per-token cross-entropy of a vocabulary-parallel head, one sequence chunk at a time.
 
-    The same as::
+    It computes, chunk by chunk::
 
         logits = hidden @ weight.T                        # over all ranks' rows: [s, b, sum of V]
         loss = cross_entropy(logits.float().flatten(0, 1), labels.T.flatten(), reduction="none")
         loss = loss.view(s, b).T
 
-    but in chunks: ``recompute`` holds one chunk ``[C, V]`` of logits, ``store`` keeps all of them until the
-    backward. Differentiable in ``hidden`` and ``weight``, once, for any upstream gradient per token, the same
-    on every rank of the group.
+    The strategy ``recompute`` holds one chunk ``[C, V]`` of logits at a time; ``store`` keeps all of them
+    until the backward. The loss is differentiable in ``hidden`` and ``weight``, once, for any upstream
+    gradient per token; that must be the same on every rank of the group.
 
     Args:
         hidden: ``[s, b, H]`` or ``[T, H]``, float32, bfloat16 or float16; with sequence parallelism
             this rank's part, ``[s / R, b, H]`` or ``[T / R, H]``.
-        weight: ``[V, H]``, this rank's vocabulary rows, the dtype of ``hidden``. The ranks' shards may
-            differ in size; they follow each other in rank order. Where a group's first call had equal
-            shards and a later head has unequal ones, that one needs ``config.debug_checks``.
+        weight: ``[V, H]``, this rank's vocabulary rows, the dtype of ``hidden``. The ranks' shards follow
+            each other in rank order, and may differ in size. If the first call of a group had equal shards
+            and a later head has unequal ones, that head needs ``config.debug_checks``.
         labels: ``[b, s]`` (for ``hidden`` of three dimensions) or ``[T]``, global token ids, the same
             on every rank. An id outside the vocabulary, -100 too, has the loss of Megatron's unfused path,
             ``lse - max``. ``config=FusedCEConfig(ignore_index=-100)`` gives PyTorch's convention: loss 0 and
             no gradient for tokens labelled -100.
         tp_group: the tensor-parallel group; None if this rank holds the whole vocabulary.
         sequence_parallel: each rank of the group holds its own part of the tokens.
-        token_weights: in the labels' shape. A promise that the upstream gradient will be a scalar times
-            these, which lets ``grad_in_forward`` make the gradients in the forward; never changes the loss.
-            For any other upstream gradient the backward makes them again, with a warning, and later calls of
-            a head of this shape do without the promise. Tokens of weight 0 that ``config.skip_masked``
-            leaves out are another matter: an upstream gradient for one raises there.
+        token_weights: in the labels' shape. They promise that the upstream gradient will be a scalar times
+            these weights, so that ``grad_in_forward`` can make the gradients in the forward. They never
+            change the loss. For any other upstream gradient the backward makes the gradients again, with a
+            warning, and later calls of a head of this shape do not rely on the promise. With
+            ``config.skip_masked`` tokens of weight 0 are skipped: an upstream gradient for one raises.
         vocab_start: first global id of this rank's rows; None: the sum of the sizes of the shards before it.
         config: chunking, strategy and the rest; None for the defaults.
 
@@ -76,39 +76,30 @@ def fused_linear_cross_entropy(
         fp32 loss in the labels' shape.
 
     Raises:
-        TypeError, ValueError: an argument does not fit. Raised on every rank if the ranks compare the call:
-        at the first call of each head over a group (a head is identified by its model, shape, dtype and
-        ``requires_grad`` of its weight, and ``logits_backend``), and at every call with
-        ``config.debug_checks`` or after unequal shards. With ``skip_masked`` in every call, on every rank:
-        ranks that leave out different tokens.
+        TypeError, ValueError: an argument does not fit. It is raised on every rank if the ranks compare the
+        call: at the first call of each head over a group (a head is identified by its model, shape, dtype
+        and ``requires_grad`` of its weight, and ``logits_backend``), and at every call with
+        ``config.debug_checks`` or after unequal shards. With ``skip_masked`` every call checks, on every
+        rank, that the ranks skip the same tokens.
 
-    Collectives, all over ``tp_group`` (R > 1). Once per call: the agreement check (a head's first call
-    only; every call once shards of unequal sizes were seen), the MAX all-reduce of two bytes a token
+    Collectives, all over ``tp_group`` (R > 1). At most once per call: the agreement check (at a head's first
+    call; at every call once shards of unequal sizes were seen), the MAX all-reduce of two bytes a token
     (``skip_masked``), the all-gather of sampled rows of the weight (where the scaled-exp GEMM serves). Per
     chunk of the forward: all-gather of hidden states (sequence parallelism); the merge of the statistics, one
     all-gather or a MAX and a SUM all-reduce (``config.merge``). Per chunk of the backward: all-gather of
     hidden states (sequence parallelism, if a GEMM needs them; the first chunk's are still there), one
     reduce-scatter of ``grad_hidden`` (sequence parallelism) or one all-reduce. With ``grad_in_forward`` this
-    reduction is in the forward; the backward begins with a MAX all-reduce of one int64 (of three with
-    ``skip_masked``, which has it with every strategy), and has the rest where the promise is broken. Their
-    order: :mod:`.head.loop`; the same on every rank.
+    reduction is in the forward; the backward begins with a MAX all-reduce of three fp64 numbers (five with
+    ``skip_masked``), and has the rest only if the promise is broken. With ``skip_masked`` every strategy's
+    backward begins with that all-reduce, of three int64. The
+    order is the same on every rank: :mod:`.head.loop`.
 
     Source: vocab-parallel cross-entropy, Shoeybi et al. 2019 (arXiv:1909.08053); chunking and
     recomputation of the logits: docs/design.md.
     """
-    head = linear_cross_entropy(
-        Call(
-            hidden,
-            weight,
-            labels,
-            tp_group=tp_group,
-            sequence_parallel=sequence_parallel,
-            token_weights=token_weights,
-            vocab_start=vocab_start,
-            config=DEFAULT_CONFIG if config is None else config,
-        )
-    )
-    return head.outputs["loss"]
+    config = DEFAULT_CONFIG if config is None else config
+    call = Call(hidden, weight, labels, tp_group, sequence_parallel, token_weights, vocab_start, config)
+    return linear_cross_entropy(call).loss
 
 
 @takes_config
@@ -133,8 +124,8 @@ def fused_linear_token_outputs(
             ``config.ignore_index`` has ``log_prob`` 0 without a gradient; its other outputs are as if it had
             another label.
         differentiable: whether ``log_prob``, ``lse`` and ``entropy`` carry gradients, each for any upstream
-            of its own. Where one has an upstream gradient, ``grad_in_forward`` makes its gradients again in
-            the backward, and ``auto`` never takes it.
+            gradient of its own. If one has an upstream gradient, ``grad_in_forward`` makes its gradients
+            again in the backward; ``auto`` never takes it here.
 
     The other arguments, errors and collectives are those of :func:`fused_linear_cross_entropy`; ``entropy``
     and ``predicted`` each add a float a token to the merge of the statistics (``predicted`` with
@@ -144,29 +135,18 @@ def fused_linear_token_outputs(
         the loss and the requested outputs; None for the others.
 
     Raises:
-        ValueError, beside those: an unknown name; ``predicted`` with ids of 2**24 or more.
+        ValueError: also an unknown name, and ``predicted`` with ids of 2**24 or more.
 
     Source: d log p_y = [j = y] - p_j, d entropy = -p_j (log p_j + entropy): docs/math.md.
     """
-    head = linear_cross_entropy(
-        Call(
-            hidden,
-            weight,
-            labels,
-            tp_group=tp_group,
-            sequence_parallel=sequence_parallel,
-            token_weights=token_weights,
-            vocab_start=vocab_start,
-            config=DEFAULT_CONFIG if config is None else config,
-            outputs=tuple(outputs),
-            differentiable=differentiable_of(outputs) if differentiable else (),
-            caller_error=_wrong_outputs(outputs),
-        )
+    wrong = None
+    if isinstance(outputs, str):
+        wrong = TypeError(f"outputs is the string {outputs!r}; expected a sequence of names, ({outputs!r},)")
+    config = DEFAULT_CONFIG if config is None else config
+    call = Call(hidden, weight, labels, tp_group, sequence_parallel, token_weights, vocab_start, config)
+    call = call._replace(
+        outputs=tuple(outputs),
+        differentiable=differentiable_of(outputs) if differentiable else (),
+        caller_error=wrong,
     )
-    return TokenOutputs(**head.outputs)
-
-
-def _wrong_outputs(outputs: Sequence[str]) -> TypeError | None:
-    if not isinstance(outputs, str):
-        return None
-    return TypeError(f"outputs is the string {outputs!r}; expected a sequence of names, ({outputs!r},)")
+    return TokenOutputs(**linear_cross_entropy(call).outputs)

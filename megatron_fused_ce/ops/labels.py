@@ -1,4 +1,4 @@
-"""Several labels a token, or a teacher's likeliest classes: the labels' logits and gradients alone differ."""
+"""K labels per token, and distillation from a teacher's K likeliest classes, which are such labels."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from megatron_fused_ce.head.autograd import linear_cross_entropy
 from megatron_fused_ce.head.call import DEFAULT_CONFIG, Call, OtherTargets, takes_config
 from megatron_fused_ce.head.results import labels_first
 from megatron_fused_ce.head.targets import columns_of
+from megatron_fused_ce.head.validation import check_one_device
 from megatron_fused_ce.logits import LogitsBackend
 from megatron_fused_ce.logits.gemm_rows import GemmThenRows
 from megatron_fused_ce.logits.label_set import LabelSet, LabelSetRows
@@ -23,18 +24,18 @@ from megatron_fused_ce.losses.terms import Term
 from megatron_fused_ce.ops.arguments import temperature_of
 from megatron_fused_ce.ranks.collectives import VocabParallel, raise_if_any
 
-#: Labels of a token, at most: their places are written as int16.
+#: Largest K: indices among a token's labels are stored as int16.
 MOST_LABELS = 2**15
 
 
 @dataclass(frozen=True, eq=False)
 class SeveralLabels(OtherTargets):
-    """K classes of each token: ``[b, s, K]`` or ``[T, K]``."""
+    """K labels per token, or a teacher's K likeliest classes: tensors ``[b, s, K]`` or ``[T, K]``."""
 
     ids: Tensor  # int64 or int32, global ids; -1 for an empty entry
-    #: float, of a teacher, whose likeliest classes they are; None for labels
+    #: float, log-probabilities of a teacher; None for labels
     log_probs: Tensor | None = None
-    #: whether a teacher's entropy is subtracted from the loss
+    #: whether the entropy of the teacher is subtracted from the loss
     kl: bool = False
 
     beyond_scaled_exp = "several labels a token"
@@ -88,11 +89,7 @@ class SeveralLabels(OtherTargets):
                 f"teacher_ids are {tuple(ids.shape)} and teacher_log_probs {tuple(log_probs.shape)}; "
                 "expected both [b, s, k] for hidden [s, b, H], or [T, k], with k of 1 or more"
             )
-        if not ids.device == log_probs.device == call.weight.device:
-            raise ValueError(
-                f"weight on {call.weight.device}, teacher_ids on {ids.device}, teacher_log_probs on "
-                f"{log_probs.device}; expected all on one device"
-            )
+        check_one_device(weight=call.weight, teacher_ids=ids, teacher_log_probs=log_probs)
         if config.label_smoothing or config.ignore_index is not None:
             raise ValueError(
                 "label_smoothing and ignore_index belong to labels; with a teacher smooth its probabilities, "
@@ -104,7 +101,10 @@ class SeveralLabels(OtherTargets):
         return LabelSetRows(**vars(base))
 
     def in_order(self, call: Call, comm: VocabParallel, vocab_start: int, remakes: bool) -> LabelSet:
-        """Collectives: those of :func:`.raise_if_any`, of a teacher with ``config.debug_checks``."""
+        """The labels as columns of this shard, in the order of the hidden states.
+
+        Collectives: for a teacher with ``config.debug_checks`` those of :func:`.raise_if_any`.
+        """
         ids, log_probs, config = self.ids, self.log_probs, call.config
         if config.debug_checks and log_probs is not None:
             wrong = ((ids >= 0) & (log_probs > 0)).any()
@@ -121,23 +121,20 @@ class SeveralLabels(OtherTargets):
 
 
 def has_several_labels(hidden: object, labels: object) -> bool:
+    """Whether ``labels`` have a dimension for K labels per token."""
     return isinstance(hidden, Tensor) and isinstance(labels, Tensor) and labels.dim() == hidden.dim()
 
 
 def with_several_labels(call: Call) -> Call:
-    """``call``, whose labels are ``[b, s, K]`` or ``[T, K]``; logits in fp32 unless the user wants them
-    rounded."""
-    ids = call.labels
-    return call._replace(
-        labels=ids.new_full(ids.shape[:-1], EMPTY),
-        other_targets=SeveralLabels(ids),
-        config=_in_fp32(call.config),
-    )
+    """A call whose labels are ``[b, s, K]`` or ``[T, K]``, in the form that the head takes.
 
-
-def _in_fp32(config: FusedCEConfig) -> FusedCEConfig:
-    is_named = not isinstance(config, FusedCEConfig) or config.logit_precision != "auto"
-    return config if is_named else changed(config, logit_precision="fp32")
+    Its logits are fp32, unless the user chose their precision.
+    """
+    ids, config = call.labels, call.config
+    if isinstance(config, FusedCEConfig) and config.logit_precision == "auto":
+        config = changed(config, logit_precision="fp32")
+    no_labels = ids.new_full(ids.shape[:-1], EMPTY)
+    return call._replace(labels=no_labels, other_targets=SeveralLabels(ids), config=config)
 
 
 @takes_config
@@ -155,27 +152,25 @@ def fused_linear_topk_distillation(
     vocab_start: int | None = None,
     config: FusedCEConfig | None = None,
 ) -> Tensor:
-    """Per-token cross entropy ``-sum q log p`` against a teacher's ``k`` likeliest classes, or their KL.
+    """Per-token cross-entropy ``-sum q log p`` against a teacher's ``k`` likeliest classes, or their KL.
 
-    ``q = exp(teacher_log_probs)`` as given, ``p`` the student's probabilities over the whole vocabulary, at
-    ``temperature``.
-    Entries with one id add up. The mass missing from ``q`` (``1 - sum q``, and entries of ids outside the
-    vocabulary) is ignored: the loss is ``(sum q) * lse - sum q s``, 0 for a token without any entry. For the
-    mean over the teacher's own top k hand in log-probabilities that sum up to 1.
+    ``q = exp(teacher_log_probs)`` as given; ``p`` are the student's probabilities over the whole vocabulary,
+    at ``temperature``. Entries with one id add up. Mass missing from ``q`` (``1 - sum q``, and entries with
+    ids outside the vocabulary) is ignored: the loss is ``(sum q) * lse - sum q s``, and 0 for a token without
+    entries. For the mean over the teacher's own top k give log-probabilities whose exponentials sum to 1.
 
     Args:
         teacher_ids: ``[b, s, k]`` (for ``hidden`` of three dimensions) or ``[T, k]``, int64 or int32, global
             ids, the same on every rank. ``-1`` marks an empty entry.
         teacher_log_probs: the same shape, float; no gradient flows into it.
         loss: ``cross_entropy``, or ``kl``: ``sum q (log q - log p)`` entry by entry, which has the same
-            gradient. It is no divergence where ``sum q`` is below 1, and can be negative (verl clamps it at
-            0).
-        temperature: the student's; ``teacher_log_probs`` are those of the teacher's own. As for
-            :func:`.rl.token_log_probs`; no factor ``temperature**2``.
-        config: as for :func:`fused_linear_cross_entropy`; label smoothing and ``ignore_index`` do not apply
-            and are refused.
+            gradient. If ``sum q`` is below 1 it is no divergence, and can be negative (verl clamps it at 0).
+        temperature: the student's, as for :func:`.rl.token_log_probs`; the teacher's log-probabilities are
+            taken as they are. There is no factor ``temperature**2``.
+        config: as for :func:`fused_linear_cross_entropy`; refuses label smoothing and ``ignore_index``.
 
-    The other arguments, errors and collectives: as there; the merge has two floats a token more.
+    The other arguments, errors and collectives are those of :func:`fused_linear_cross_entropy`; the merge has
+    two floats a token more.
 
     Returns:
         fp32 loss ``[b, s]`` or ``[T]``; differentiable in ``hidden`` and ``weight``.
@@ -183,7 +178,7 @@ def fused_linear_topk_distillation(
     Source: d loss / d s_j = (sum q) p_j - q_j; docs/math.md.
     """
     wrong: Exception | None = None
-    labels = teacher_ids  # for the error alone
+    labels = teacher_ids  # replaced below, unless an error is raised
     if isinstance(teacher_ids, Tensor) and isinstance(teacher_log_probs, Tensor):
         if isinstance(hidden, Tensor) and teacher_ids.dim() != hidden.dim():
             wrong = ValueError(
@@ -197,19 +192,8 @@ def fused_linear_topk_distillation(
         wrong = TypeError(f"teacher_ids and teacher_log_probs must be tensors, got {' and '.join(kinds)}")
     if loss not in ("cross_entropy", "kl"):
         wrong = ValueError(f"loss is {loss!r}; choose cross_entropy or kl")
-    head = linear_cross_entropy(
-        Call(
-            hidden,
-            weight,
-            labels,
-            tp_group=tp_group,
-            sequence_parallel=sequence_parallel,
-            token_weights=token_weights,
-            vocab_start=vocab_start,
-            config=DEFAULT_CONFIG if config is None else config,
-            temperature=temperature,
-            other_targets=SeveralLabels(teacher_ids, teacher_log_probs, kl=loss == "kl"),
-            caller_error=wrong,
-        )
-    )
-    return head.outputs["loss"]
+    config = DEFAULT_CONFIG if config is None else config
+    call = Call(hidden, weight, labels, tp_group, sequence_parallel, token_weights, vocab_start, config)
+    teacher = SeveralLabels(teacher_ids, teacher_log_probs, kl=loss == "kl")
+    call = call._replace(temperature=temperature, other_targets=teacher, caller_error=wrong)
+    return linear_cross_entropy(call).loss

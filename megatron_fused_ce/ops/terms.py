@@ -1,4 +1,4 @@
-"""TODO."""
+"""Losses and other outputs that are sums of terms, a user's own among them, without the logits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def fused_linear_loss(
     vocab_start: int | None = None,
     config: FusedCEConfig | None = None,
 ) -> dict[str, Tensor]:
-    """Losses and other outputs that are sums of terms, each for every token, without the logits.
+    """Per-token outputs that are sums of terms, the loss first, one sequence chunk at a time.
 
     ::
 
@@ -41,27 +41,27 @@ def fused_linear_loss(
         (out["loss"] - 0.01 * out["entropy"]).mean().backward()
 
     Args:
-        labels: also K of each token, ``[b, s, K]`` or ``[T, K]``, for terms that read
-            :attr:`.Rows.log_probs`; others are of the first. As for :func:`.rl.token_log_probs`.
-        terms: output's name -> :class:`.losses.Term`; :mod:`megatron_fused_ce.losses` has those of the
-            package, docs/losses.md how to write another. Outputs whose term ``gives`` coefficients are
-            differentiable, each for any upstream gradient of its own. The first one is what
-            ``token_weights`` are promised of; where another has an upstream gradient too,
-            ``grad_in_forward`` makes its gradients again in the backward, and ``auto`` never takes it.
-        config: ``z_loss`` and ``label_smoothing`` are terms here, and refused. Outputs of the label are 0
-            without a gradient for tokens labelled ``ignore_index``.
+        labels: also K labels per token, ``[b, s, K]`` or ``[T, K]``, for terms that read
+            :attr:`.Rows.log_probs`; other terms read the first label. See :func:`.rl.token_log_probs`.
+        terms: name of an output -> :class:`.losses.Term`. :mod:`megatron_fused_ce.losses` has the package's
+            terms; docs/losses.md says how to write one. Outputs whose term ``gives`` coefficients are
+            differentiable, each for any upstream gradient of its own. The first output is the loss, whose
+            upstream gradient ``token_weights`` promise. If another has an upstream gradient too,
+            ``grad_in_forward`` makes its gradients again in the backward; ``auto`` never takes it here.
+        config: refuses ``z_loss`` and ``label_smoothing``, which are terms here. For tokens labelled
+            ``ignore_index`` outputs of the label are 0 without a gradient.
 
     The other arguments, errors and collectives are those of :func:`fused_linear_cross_entropy`; each
-    statistic that a term ``needs`` adds a float a token to the merge. With K labels a token a MAX all-reduce
-    of fp32 ``[C, K]`` comes behind each chunk's first GEMM (R > 1).
+    statistic that a term ``needs`` adds a float a token to the merge. With K labels per token a MAX
+    all-reduce of fp32 ``[C, K]`` follows the first GEMM of each chunk (R > 1).
 
     Returns:
-        the outputs by their names, ``[b, s]`` or ``[T]``, with K more where a term is ``per_label``; fp32,
-        but int64 ids of ``Predicted`` and bools of ``Correct``.
+        the outputs by name, ``[b, s]`` or ``[T]``, with K at the end if a term is ``per_label``; fp32, but
+        ``Predicted`` gives int64 ids and ``Correct`` bools.
 
     Raises:
-        TypeError, ValueError, beside those: what is no term, a term that cannot be hashed, statistics or
-            coefficients that there are not, a first output without a gradient.
+        TypeError, ValueError: also something that is no term, a term that cannot be hashed, an unknown
+            statistic or coefficient, a first output without a gradient.
 
     Source: the row gradient of a sum of terms: docs/math.md.
     """
@@ -69,15 +69,8 @@ def fused_linear_loss(
     wrong = _wrong_terms(terms, config)
     by_name = {} if wrong else _internal_names(terms)
     beside = tuple(name for name in by_name if name != "loss")
-    call = Call(
-        hidden,
-        weight,
-        labels,
-        tp_group=tp_group,
-        sequence_parallel=sequence_parallel,
-        token_weights=token_weights,
-        vocab_start=vocab_start,
-        config=config,
+    call = Call(hidden, weight, labels, tp_group, sequence_parallel, token_weights, vocab_start, config)
+    call = call._replace(
         outputs=beside,
         differentiable=tuple(name for name in beside if by_name[name].gives),
         terms=tuple(by_name.items()),
@@ -88,7 +81,7 @@ def fused_linear_loss(
 
 
 def _internal_names(terms: Mapping[str, Term]) -> dict[str, Term]:
-    """``loss`` for the first; the name of :data:`.OUTPUTS` for what is one of them, else one that is not."""
+    """Rename the outputs: ``loss`` is the first; a term of :data:`.OUTPUTS` has its name there, once."""
     of_package = {term: name for name, term in OUTPUTS.items()}
     named: dict[str, Term] = {}
     for name, term in terms.items():
@@ -98,6 +91,7 @@ def _internal_names(terms: Mapping[str, Term]) -> dict[str, Term]:
 
 
 def _wrong_terms(terms: object, config: object) -> TypeError | ValueError | None:
+    """The error for terms that no head can compute; None for good ones."""
     if not isinstance(terms, Mapping) or not terms:
         return TypeError(f"terms is {terms!r:.80}; expected a dict of an output's name and its term")
     for name, term in terms.items():

@@ -35,14 +35,10 @@ class Gpu:
     """One kind of GPU."""
 
     name: str
-    #: as torch names it
-    device: str
-    #: as torch counts it (``total_memory``), bytes
-    capacity: int
-    #: ``auto`` takes the scaled-exp GEMM (compute capability 9.0)
-    exp_serves: bool
-    #: bytes of driver, NCCL and kernels outside torch's allocator
-    overhead: int
+    device: str  # as torch names it
+    capacity: int  # as torch counts it (total_memory), bytes
+    exp_serves: bool  # "auto" takes the scaled-exp GEMM (compute capability 9.0)
+    overhead: int  # bytes of driver, NCCL and kernels outside torch's allocator
 
     @property
     def usable(self) -> int:
@@ -84,8 +80,7 @@ class Advice:
     gpu: Gpu
     ways: tuple[Way, ...]
     baseline: Way
-    #: the plugin with the recommended flags
-    recommended: Way
+    recommended: Way  # the plugin with the recommended flags
 
     def way(self, name: str) -> Way:
         return next(way for way in self.ways if way.head.name == name)
@@ -109,18 +104,30 @@ class Advice:
 def advise(setting: Setting, gpu: Gpu, baseline: str = "unfused") -> Advice:
     """Compare all ways of computing the loss; ``baseline``: the path that the launch has without the flag.
 
+    Recommended is the launch's own strategy, or ``auto`` with a budget if only a smaller head fits.
+
     Raises:
         ValueError: the strategy that the launch asks for does not fit the launch's budget.
     """
     stock = {name: _way(setting, gpu, partial(stock_head, name=name)) for name in STOCK_PATHS}
-    ours = [_plugin_way(setting, gpu, strategy) for strategy in STRATEGY_CHOICES]
-    return Advice(gpu, (*stock.values(), *ours), stock[baseline], _recommended(setting, gpu))
+    ours = {strategy: _plugin_way(setting, gpu, strategy) for strategy in STRATEGY_CHOICES}
+    asked = ours[setting.training.fused_ce.strategy]
+    if asked.head.over_budget:
+        raise ValueError(asked.head.over_budget)
+    advice = Advice(gpu, (*stock.values(), *ours.values()), stock[baseline], asked)
+    if asked.verdict != "does not fit" or asked.estimate.bound.name != "head":
+        return advice
+    # The budget that leaves the head's moment at what is usable; the smallest plan may need another.
+    rest = asked.estimate.moment("head").total - asked.head.predicted
+    smaller = _plugin_way(setting, gpu, "auto", max(1, (gpu.usable - rest) // MIB))
+    if smaller.head.missed_budget:
+        smaller = _plugin_way(setting, gpu, "auto", -(-smaller.head.predicted // MIB))
+    return advice if smaller.verdict == "does not fit" else replace(advice, recommended=smaller)
 
 
 def _plugin_way(setting: Setting, gpu: Gpu, strategy: str, memory_mb: int | None = None) -> Way:
-    def make(changed: Setting) -> HeadMemory:
-        return plugin_head(changed, gpu.device, strategy, exp_serves=gpu.exp_serves, memory_mb=memory_mb)
-
+    exp = gpu.exp_serves
+    make = partial(plugin_head, device=gpu.device, strategy=strategy, exp_serves=exp, memory_mb=memory_mb)
     return _way(setting, gpu, make)
 
 
@@ -136,8 +143,7 @@ def verdict(found: Estimate, gpu: Gpu) -> str:
     free = gpu.usable - found.peak
     if free < 0:
         return "does not fit"
-    at_head = found.bound.name == "head"
-    return "tight" if at_head and free < TIGHT * found.head.largest else "fits"
+    return "tight" if found.bound.name == "head" and free < TIGHT * found.head.largest else "fits"
 
 
 def longest(setting: Setting, gpu: Gpu, make: Callable[[Setting], HeadMemory]) -> int:
@@ -147,8 +153,7 @@ def longest(setting: Setting, gpu: Gpu, make: Callable[[Setting], HeadMemory]) -
     step = math.lcm(LENGTH_STEP, 2 * parallel.context * parallel.sequence_parts)
 
     def fits(tokens: int) -> bool:
-        training = replace(setting.training, sequence=tokens)
-        changed = replace(setting, training=training)
+        changed = replace(setting, training=replace(setting.training, sequence=tokens))
         return verdict(estimate(changed, make(changed)), gpu) == "fits"
 
     # By doubling, then by bisection.
@@ -162,18 +167,3 @@ def longest(setting: Setting, gpu: Gpu, make: Callable[[Setting], HeadMemory]) -
     behind = range(above, min(above + STEPS_BEHIND, LONGEST // step) + 1)
     found = max((steps for steps in behind if fits(steps * step)), default=below) * step
     return max(found, asked) if fits(asked) else found
-
-
-def _recommended(setting: Setting, gpu: Gpu) -> Way:
-    """The launch's own strategy; ``auto`` with a budget if only a smaller head fits."""
-    asked = _plugin_way(setting, gpu, setting.training.fused_ce.strategy)
-    if asked.head.over_budget:
-        raise ValueError(asked.head.over_budget)
-    if asked.verdict != "does not fit" or asked.estimate.bound.name != "head":
-        return asked
-    # The budget that leaves the head's moment at what is usable; the smallest plan may need another.
-    rest = asked.estimate.moment("head").total - asked.head.predicted
-    smaller = _plugin_way(setting, gpu, "auto", max(1, (gpu.usable - rest) // MIB))
-    if smaller.head.missed_budget:
-        smaller = _plugin_way(setting, gpu, "auto", -(-smaller.head.predicted // MIB))
-    return smaller if smaller.verdict != "does not fit" else asked

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from megatron_fused_ce.adapter.arguments import FLAG
 from megatron_fused_ce.plan.advice import LENGTH_STEP, LONGEST, TIGHT, Advice, Way
@@ -69,8 +70,7 @@ MEASURED_IN = "docs/benchmarks/2026-11-21.md"
 OFF = 0.05
 
 
-@dataclass(frozen=True)
-class Said:
+class Said(NamedTuple):
     """One sentence, by its name in :data:`SENTENCES`."""
 
     name: str
@@ -85,46 +85,36 @@ def say(name: str, /, **values: object) -> Said:
 class Result:
     """A plan's inputs and results."""
 
-    #: of the model or the launch's script, for a title
-    name: str
+    name: str  # of the model or the launch's script, for a title
     setting: Setting
     advice: Advice
-    #: whole sentences about how the launch was read
-    notes: list[str]
+    notes: list[str]  # whole sentences about how the launch was read
     judged: Judged
-    #: the same with the most that bounded arguments add
-    most: Advice | None = None
+    most: Advice | None = None  # the same with the most that bounded arguments add
     launch: TrainingLaunch | None = None
-    #: whether the launch has the flag already
-    has_flag: bool = False
-    #: bytes that were planned for the launch's own loss, before anything measured moved them
-    planned: int = 0
-    #: Megatron's, of which it is one
-    versions: tuple[str, ...] = ()
+    has_flag: bool = False  # whether the launch has the flag already
+    planned: int = 0  # bytes for the launch's own loss, before anything measured moved them
+    versions: tuple[str, ...] = ()  # Megatron's, of which it is one
 
     @property
     def now(self) -> Way:
         """How the launch computes its loss as it is."""
-        advice = self.advice
-        return advice.way(self.setting.training.fused_ce.strategy) if self.has_flag else advice.baseline
+        asked = self.setting.training.fused_ce.strategy
+        return self.advice.way(asked) if self.has_flag else self.advice.baseline
 
     @property
     def measured(self) -> int | None:
         """Bytes that the planned run was measured with."""
         return self.launch.measured_bytes if self.launch and self.launch.as_logged else None
 
-    @property
-    def _died(self) -> bool:
-        return bool(self.launch and self.launch.out_of_memory and self.launch.as_logged)
-
     @cached_property
     def doubts(self) -> list[str]:
         """Why there is no verdict, clause by clause; none where there is one."""
-        found = self.judged.clauses
+        found, launch, planned = self.judged.clauses, self.launch, gib(self.planned)
         if self.measured and abs(self.planned / self.measured - 1) > OFF:
-            found.insert(0, f"{gib(self.measured)} GiB were measured where {gib(self.planned)} are planned")
-        elif self._died and self.now.verdict == "fits":
-            found.insert(0, f"{gib(self.planned)} GiB are planned, which fit")
+            found.insert(0, f"{gib(self.measured)} GiB were measured where {planned} are planned")
+        elif launch and launch.out_of_memory and launch.as_logged and self.now.verdict == "fits":
+            found.insert(0, f"{planned} GiB are planned, which fit")
         if not found and self.most and self.most.decision != self.advice.decision:
             names = " and ".join(self.judged.bounded)
             found = [f"{names} may take it from {gib(self.now.peak)} to {gib(self.most.baseline.peak)} GiB"]
@@ -148,15 +138,14 @@ def tokens(longest: int) -> str:
 
 def sentences(result: Result, explain: bool = False) -> list[Said]:
     """All that hold, the answer first."""
-    parts = (_answer, _short, _why, _about) if explain else (_answer, _short)
-    return [said for part in parts for said in part(result)]
+    return [_answer(result), *_short(result), *(_why(result) if explain else ())]
 
 
-def _answer(result: Result) -> Iterator[Said]:
-    advice = result.advice
+def _answer(result: Result) -> Said:
+    advice, launch = result.advice, result.launch
     before, after = advice.baseline, advice.recommended
     flags = after.head.flags if advice.decision in ("use", "needed", "either") else FLAG
-    if result.decision == "no verdict":
+    if result.doubts:
         before_head, after_head = gib(before.head.peak), gib(after.head.peak)
         said = say("no verdict", why="; ".join(result.doubts), before=before_head, after=after_head)
     else:
@@ -165,13 +154,24 @@ def _answer(result: Result) -> Iterator[Said]:
         part = f"{share:.0%}" if share >= 0.1 else f"{share:.1%}"
         saved = f"{float(values['before']) - float(values['after']):.2f}"  # of what is printed
         said = say(advice.decision, **values, flags=flags, saved=saved, part=part)
-    died = result.launch and result.launch.out_of_memory
-    yield Said(said.name, DIED + said.text) if died else said
+    return Said(said.name, DIED + said.text) if launch and launch.out_of_memory else said
 
 
 def _short(result: Result) -> Iterator[Said]:
-    advice, launch = result.advice, result.launch
-    yield _setting(result)
+    setting, advice, launch, parallel = result.setting, result.advice, result.launch, result.setting.parallel
+    sizes = {"TP": parallel.tensor, "PP": parallel.pipeline, "CP": parallel.context, "EP": parallel.expert}
+    sizes["DP"] = parallel.data
+    over = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
+    yield say(
+        "setting",
+        model=result.name,
+        billions=f"{parameters(setting) / 1e9:.2f}",
+        sequence=setting.training.sequence,
+        dtype=setting.training.dtype,
+        gpus=parallel.gpus,
+        gpu=advice.gpu.name,
+        over=over + (", sequence parallelism" if parallel.sequence else ""),
+    )
     if result.judged.vouched:
         yield say("vouched", names=", ".join(result.judged.vouched))
     uncounted = result.judged.uncounted
@@ -183,60 +183,37 @@ def _short(result: Result) -> Iterator[Said]:
         yield say("bounded", name=name, clause=clause)
     if result.measured and not result.doubts:
         yield say("measured", measured=gib(result.measured), planned=gib(result.planned))
-    elif result.measured and result.judged.uncounted:
+    elif result.measured and uncounted:
         yield say("measured alone", measured=gib(result.measured))
     elif launch and launch.measured_bytes and not launch.as_logged:
         yield say("measured before", measured=gib(launch.measured_bytes))
-    if not result.doubts:
-        for way in (advice.baseline, advice.recommended):
-            if way.verdict == "tight":
-                sizes = {"sum": way.peak, "left": advice.gpu.usable - way.peak, "largest": way.head.largest}
-                yield say("tight", part=TIGHT, **{name: gib(size) for name, size in sizes.items()})
-        if advice.decision == "does not fit":
-            yield say("hint", beside="beside the launch" if launch else "beside the model")
-    if advice.recommended.head.missed_budget:
-        head = advice.recommended.head
+    for way in () if result.doubts else (advice.baseline, advice.recommended):
+        if way.verdict == "tight":
+            left, largest = gib(advice.gpu.usable - way.peak), gib(way.head.largest)
+            yield say("tight", part=TIGHT, sum=gib(way.peak), left=left, largest=largest)
+    if result.decision == "does not fit":
+        yield say("hint", beside="beside the launch" if launch else "beside the model")
+    head = advice.recommended.head
+    if head.missed_budget:
         yield say("budget", budget=head.missed_budget, least=-(-head.predicted // MIB))
 
 
-def _setting(result: Result) -> Said:
-    setting, parallel = result.setting, result.setting.parallel
-    sizes = [("TP", parallel.tensor), ("PP", parallel.pipeline), ("CP", parallel.context)]
-    sizes += [("EP", parallel.expert), ("DP", parallel.data)]
-    over = " x ".join(f"{name} {size}" for name, size in sizes if size > 1) or "one rank"
-    return say(
-        "setting",
-        model=result.name,
-        billions=f"{parameters(setting) / 1e9:.2f}",
-        sequence=setting.training.sequence,
-        dtype=setting.training.dtype,
-        gpus=parallel.gpus,
-        gpu=result.advice.gpu.name,
-        over=over + (", sequence parallelism" if parallel.sequence else ""),
-    )
-
-
 def _why(result: Result) -> Iterator[Said]:
-    advice = result.advice
-    before, after = advice.baseline, advice.recommended
+    setting, training, gpu = result.setting, result.setting.training, result.advice.gpu
+    before, after = result.advice.baseline, result.advice.recommended
     if not result.doubts:
         before_at, after_at = (MOMENTS[way.estimate.bound.name] for way in (before, after))
         yield say("places", before=before_at, after=after_at)
         if before.longest or after.longest:
             yield say("longest", before=tokens(before.longest), after=tokens(after.longest))
     yield say("how", words=after.head.words)
-    setting = result.setting
     shape = (setting.num_tokens, setting.model.hidden_size, setting.vocab_rows)
-    here = shape == MEASURED_AT and setting.parallel.tensor == 1 and setting.training.dtype == "bfloat16"
-    if here and advice.gpu.exp_serves and before.head.name in MEASURED_MS:
+    here = shape == MEASURED_AT and setting.parallel.tensor == 1 and training.dtype == "bfloat16"
+    if here and gpu.exp_serves and before.head.name in MEASURED_MS:
         times = {"flag": MEASURED_MS["flag"], "now": MEASURED_MS[before.head.name]}
         yield say("times", source=MEASURED_IN, **times)
-
-
-def _about(result: Result) -> Iterator[Said]:
-    setting, gpu = result.setting, result.advice.gpu
     yield say(
-        "batch", micro=setting.training.micro_batch, tokens=setting.num_tokens, rows=setting.vocab_rows,
+        "batch", micro=training.micro_batch, tokens=setting.num_tokens, rows=setting.vocab_rows,
         vocab=setting.padded_vocab_size,
     )  # fmt: skip
     yield say("memory", capacity=gib(gpu.capacity), overhead=gib(gpu.overhead))

@@ -33,10 +33,8 @@ class Weight:
     """One parameter tensor, or one of each expert."""
 
     shape: tuple[int, ...]
-    #: divided over the tensor-parallel ranks
-    divided: bool = False
-    #: of that many experts, which are divided over the expert-parallel ranks
-    experts: int = 0
+    divided: bool = False  # over the tensor-parallel ranks
+    experts: int = 0  # of that many, which are divided over the expert-parallel ranks
 
     @property
     def count(self) -> int:
@@ -44,8 +42,7 @@ class Weight:
 
     def local_shape(self, setting: Setting) -> tuple[int, ...]:
         """Of one rank (and one expert)."""
-        parallel = setting.parallel
-        ranks = parallel.expert_tensor if self.experts else parallel.tensor
+        ranks = setting.parallel.expert_tensor if self.experts else setting.parallel.tensor
         return (self.shape[0] // (ranks if self.divided else 1), *self.shape[1:])
 
     def local_count(self, setting: Setting) -> int:
@@ -57,12 +54,9 @@ class Block:
     """One part of a layer, behind its own norm and with its own residual connection."""
 
     weights: tuple[Weight, ...]
-    #: bytes kept without recomputation, by name, its input first
-    parts: Mapping[str, float]
-    #: those that ``--recompute-modules`` computes again
-    dropped: frozenset[str]
-    #: most bytes of its backward, beside the kept ones and the gradient of its output
-    backward: float
+    parts: Mapping[str, float]  # bytes kept without recomputation, by name, its input first
+    dropped: frozenset[str]  # of these, what --recompute-modules computes again
+    backward: float  # most bytes of its backward, beside the kept ones and the gradient of its output
 
     @property
     def whole(self) -> float:
@@ -87,15 +81,15 @@ def _block(
     ``--recompute-modules`` drops of it. ``own_norm``: no product of Transformer Engine runs the norm
     (``layernorm`` means those alone).
     """
-    model, asked, row = setting.model, setting.training.recompute.modules, row_bytes(setting)
-    parts = {"input": row, "norm output": row, **inner}
-    if model.post_norms:
-        parts["post norm input"] = row
-    if setting.training.hidden_dropout:
-        parts["dropout mask"] = MASK * model.hidden_size / setting.parallel.sequence_parts
-    dropped = {name for module in asked for name in modules.get(module, ())} & parts.keys()
-    if "layernorm" in asked and (own_norm or not setting.training.transformer_engine):
-        dropped.add("norm output")
+    model, training, row = setting.model, setting.training, row_bytes(setting)
+    parts = {
+        **{"input": row, "norm output": row, **inner, "post norm input": row * model.post_norms},
+        "dropout mask": MASK * row / setting.itemsize * training.hidden_dropout,
+    }
+    parts = {name: size for name, size in parts.items() if size}
+    alone = {"norm output"} if own_norm or not training.transformer_engine else set()
+    modules = {**modules, "layernorm": alone}
+    dropped = {name for module in training.recompute.modules for name in modules.get(module, ())}
     norms = [Weight((model.norm_size,))] * (1 + model.post_norms)
     return Block((*weights, *norms), parts, frozenset(dropped), backward)
 
@@ -110,55 +104,53 @@ def gathered_row(setting: Setting) -> float:
     return setting.itemsize * setting.model.hidden_size * (setting.parallel.sequence_parts > 1)
 
 
-def _scores(setting: Setting) -> float:
-    """Softmax, and with dropout its mask and its result, of one token against the sequence."""
-    training = setting.training
-    an_entry = setting.itemsize * (1 + training.attention_dropout) + MASK * training.attention_dropout
-    return an_entry * setting.model.num_attention_heads / setting.parallel.tensor * training.sequence
+def _softmax(setting: Setting, query: int) -> tuple[float, float]:
+    """What attention keeps of a token's softmax, and what its backward sums beside the gradients.
+
+    One fp32 a head, and fp32 gradients of the queries; or the scores against the sequence, with dropout its
+    mask and its result, too, and two gradients of scores.
+    """
+    training, e, t = setting.training, setting.itemsize, setting.parallel.tensor
+    heads = setting.model.num_attention_heads
+    if training.flash_attention:
+        return FP32 * heads / t, FP32 * query / t
+    an_entry = e * (1 + training.attention_dropout) + MASK * training.attention_dropout
+    return an_entry * heads / t * training.sequence, 2 * e * heads * training.sequence / t
 
 
 def _angles(setting: Setting, size: int) -> float:
-    """Without the fused kernel each rotation keeps a cosine and a sine of its own, one for all sequences of a
+    """Cosines and sines that each rotation without the fused kernel keeps, one for all sequences of a
     micro-batch (Megatron's rope_utils.py)."""
-    return 2 * 2 * setting.itemsize * size / setting.training.micro_batch
-
-
-def _inside(setting: Setting, query: int) -> float:
-    """What attention's backward sums, over all ranks: fp32 gradients of the queries, or the scores' two."""
-    if setting.training.flash_attention:
-        return FP32 * query
-    return 2 * setting.itemsize * setting.model.num_attention_heads * setting.training.sequence
+    rotates = not setting.training.rope_fusion
+    return rotates * 2 * 2 * setting.itemsize * size / setting.training.micro_batch
 
 
 def _attention(setting: Setting) -> Block:
     """Multi-head attention with grouped queries."""
-    model, training, e, t = setting.model, setting.training, setting.itemsize, setting.parallel.tensor
-    hidden, heads = model.hidden_size, model.num_attention_heads
-    query, key_value = heads * model.head_dim, 2 * model.num_query_groups * model.head_dim
-    rows = query + key_value
-    weights = [Weight((rows, hidden), divided=True), Weight((hidden, query), divided=True)]
-    if model.linear_bias or model.qkv_bias:
-        weights.append(Weight((rows,), divided=True))
-    if model.linear_bias:
-        weights.append(Weight((hidden,)))
-    if model.qk_norm:
-        weights += [Weight((model.head_dim * (1 if model.rms_norm else 2),))] * 2
-    inner = {"queries, keys, values": e * rows / t, "attention output": e * query / t}
+    model, e, t = setting.model, setting.itemsize, setting.parallel.tensor
+    hidden, query = model.hidden_size, model.num_attention_heads * model.head_dim
+    key_value = 2 * model.num_query_groups * model.head_dim
+    rows, norms = query + key_value, [Weight((model.head_dim * (1 if model.rms_norm else 2),))] * 2
+    weights = [
+        *(Weight((rows, hidden), divided=True), Weight((hidden, query), divided=True)),
+        *[Weight((rows,), divided=True)] * (model.linear_bias or model.qkv_bias),
+        *[Weight((hidden,))] * model.linear_bias,
+        *norms * model.qk_norm,
+    ]
+    softmax, sums = _softmax(setting, query)
     queries_keys = e * (query + key_value / 2) / t
-    if training.flash_attention:
-        inner["softmax statistics"] = FP32 * heads / t
-    else:
-        inner["scores"] = _scores(setting)
-        if model.rotary:
-            # The rotated copies; values are a view of all three, which stay as they are.
-            inner["rotated queries, keys"] = queries_keys
-    if model.rotary and not training.rope_fusion:
-        inner["cosines, sines"] = _angles(setting, model.head_dim)
-    if model.qk_norm:
-        inner["queries, keys before their norm"] = queries_keys
-    # Gradients of output, queries, keys and values; fp32 sums of the queries', or the scores' two.
-    backward = (e * (2 * query + key_value) + _inside(setting, query)) / t
-    return _block(setting, weights, inner, backward, {"core_attn": {"softmax statistics", "scores"}})
+    inner = {
+        "queries, keys, values": e * rows / t,
+        "attention output": e * query / t,
+        "softmax": softmax,
+        # Of flash attention no copies; values are a view of all three, which stay as they are.
+        "rotated queries, keys": queries_keys * (model.rotary and not setting.training.flash_attention),
+        "cosines, sines": _angles(setting, model.head_dim) * model.rotary,
+        "queries, keys before their norm": queries_keys * model.qk_norm,
+    }
+    # Gradients of output, queries, keys and values.
+    backward = e * (2 * query + key_value) / t + sums
+    return _block(setting, weights, inner, backward, {"core_attn": {"softmax"}})
 
 
 def _latent_attention(setting: Setting) -> Block:
@@ -168,39 +160,32 @@ def _latent_attention(setting: Setting) -> Block:
     hidden, heads, low_query = model.hidden_size, model.num_attention_heads, latent.q_lora_rank or 0
     query, value = heads * (latent.qk_head_dim + latent.qk_pos_emb_head_dim), heads * latent.v_head_dim
     low_key = latent.kv_lora_rank + latent.qk_pos_emb_head_dim
-    weights = [Weight((query, low_query or hidden), divided=True), Weight((low_key, hidden))]
-    weights += [Weight((low_query, hidden))] if low_query else []
-    if model.qk_norm:
-        weights.append(Weight(((low_query + latent.kv_lora_rank) * (1 if model.rms_norm else 2),)))
-    weights.append(Weight((heads * latent.qk_head_dim + value, latent.kv_lora_rank), divided=True))
-    weights.append(Weight((hidden, value), divided=True))
-    flash = setting.training.flash_attention
-    angles = 0.0 if setting.training.rope_fusion else _angles(setting, latent.qk_pos_emb_head_dim)
+    norm = (low_query + latent.kv_lora_rank) * (1 if model.rms_norm else 2)
+    weights = [
+        *(Weight((query, low_query or hidden), divided=True), Weight((low_key, hidden))),
+        *[Weight((low_query, hidden))] * bool(low_query),
+        *[Weight((norm,))] * model.qk_norm,
+        Weight((heads * latent.qk_head_dim + value, latent.kv_lora_rank), divided=True),
+        Weight((hidden, value), divided=True),
+    ]
+    softmax, sums = _softmax(setting, query)
+    angles = _angles(setting, latent.qk_pos_emb_head_dim)
     inner = {
         # before and behind their norms
         "low-rank vectors": 2 * e * (low_query + low_key) / setting.parallel.sequence_parts + angles,
         "queries, keys, values": e * (2 * query + value) / t,
         "attention output": e * value / t,
-        "softmax statistics": FP32 * heads / t if flash else _scores(setting),
+        "softmax": softmax,
     }
-    backward = (e * (2 * query + 2 * value) + _inside(setting, query)) / t
-    modules = {"core_attn": {"softmax statistics"}, "mla_up_proj": {"queries, keys, values"}}
-    return _block(setting, weights, inner, backward, modules, own_norm=True)
+    modules = {"core_attn": {"softmax"}, "mla_up_proj": {"queries, keys, values"}}
+    return _block(setting, weights, inner, e * (2 * query + 2 * value) / t + sums, modules, own_norm=True)
 
 
 def _mlp_weights(model: DecoderSizes, rows: int, experts: int = 0) -> list[Weight]:
-    columns = model.gates * rows
-    weights = [
-        Weight((columns, model.hidden_size), divided=True, experts=experts),
-        Weight((model.hidden_size, rows), divided=True, experts=experts),
-    ]
-    if model.linear_bias:
-        biases = (
-            Weight((columns,), divided=True, experts=experts),
-            Weight((model.hidden_size,), experts=experts),
-        )
-        weights += biases
-    return weights
+    columns, hidden = (1 + model.gated) * rows, model.hidden_size
+    weights = [Weight((columns, hidden), True, experts), Weight((hidden, rows), True, experts)]
+    biases = [Weight((columns,), True, experts), Weight((hidden,), experts=experts)]
+    return weights + biases * model.linear_bias
 
 
 def _mlp(setting: Setting) -> Block:
@@ -215,11 +200,11 @@ def _mlp(setting: Setting) -> Block:
     """
     model, rows = setting.model, setting.model.ffn_hidden_size
     activation = setting.itemsize * rows / setting.parallel.tensor
-    first, gathered = model.gates * activation, gathered_row(setting)
+    first, gathered = (1 + model.gated) * activation, gathered_row(setting)
     backward = max(gathered + activation, first, gathered + setting.itemsize * model.hidden_size - activation)
-    again = {"first product", "activation"}
-    again |= {"norm output"} if setting.training.transformer_engine else set()
     inner = {"first product": first, "activation": activation}
+    # Transformer Engine's first product has the norm in it.
+    again = {*inner, *["norm output"] * setting.training.transformer_engine}
     return _block(setting, _mlp_weights(model, rows), inner, backward, {"mlp": again})
 
 
@@ -230,22 +215,20 @@ def _experts(setting: Setting) -> Block:
     assert mixture is not None
     e, num, shared = setting.itemsize, mixture.num_experts, mixture.shared_ffn_hidden_size
     weights = [Weight((num, model.hidden_size)), *_mlp_weights(model, mixture.ffn_hidden_size, num)]
-    weights += _mlp_weights(model, shared) if shared else []
+    weights += _mlp_weights(model, shared) * bool(shared)
     # Rows of a rank's experts for one token.
     sent = e * mixture.load * mixture.topk * parallel.expert_tensor / parallel.tensor
     activation = sent * mixture.ffn_hidden_size / parallel.expert_tensor
-    dispatched, first = sent * model.hidden_size, model.gates * activation
+    dispatched, first = sent * model.hidden_size, (1 + model.gated) * activation
     inner = {
         "router": 2 * FP32 * num / parallel.sequence_parts,
         "dispatched tokens": dispatched,
         "first product": first,
         "activation": activation,
-    }
-    if not model.gated:
         # The router's weight is multiplied in behind it; a gate's fused kernel keeps neither.
-        inner["activation before its weight"] = activation
-    if shared:
-        inner["shared expert"] = e * (model.gates + 1) * shared / parallel.tensor
+        "activation before its weight": activation * (not model.gated),
+        "shared expert": e * (2 + model.gated) * shared / parallel.tensor,
+    }
     # As an MLP's over the dispatched tokens, whose gradients are sorted by expert in a copy first.
     backward = max(2 * dispatched, dispatched + activation, first)
     acts = {"activation", "activation before its weight"}
@@ -255,13 +238,12 @@ def _experts(setting: Setting) -> Block:
 
 def _mamba(setting: Setting) -> Block:
     """A Mamba-2 mixer with Megatron's memory-efficient path, which keeps the input product's result."""
-    space, hidden, e, t = (
-        setting.model.state_space, setting.model.hidden_size, setting.itemsize, setting.parallel.tensor
-    )  # fmt: skip
+    model, space, e, t = setting.model, setting.model.state_space, setting.itemsize, setting.parallel.tensor
     assert space is not None
-    # Columns of the input product: gate, convolved part, time steps.
-    inner, columns = space.inner_size, space.inner_size + space.conv_size + space.num_heads
-    shapes = [(columns, hidden), (space.conv_size, space.conv_width), (space.conv_size,), (inner,)]
+    inner, hidden = space.num_heads * space.head_dim, model.hidden_size
+    convolved = inner + 2 * space.num_groups * space.state_dim
+    columns = inner + convolved + space.num_heads  # of the input product: gate, convolved part, time steps
+    shapes = [(columns, hidden), (convolved, space.conv_width), (convolved,), (inner,)]
     shapes += [(space.num_heads,)] * 3  # dt_bias, A_log, D; before them the gated norm
     weights = [Weight(shape, divided=True) for shape in (*shapes, (hidden, inner))]
     kept = {
@@ -274,7 +256,7 @@ def _mamba(setting: Setting) -> Block:
     # in fp32 and in the training's dtype; products of B and C within a chunk.
     states = (2 * FP32 + 2 * e) * inner * space.state_dim / SCAN_CHUNK
     within = FP32 * space.num_groups * SCAN_CHUNK
-    backward = (e * (columns + 2 * space.conv_size) + states + within) / t
+    backward = (e * (columns + 2 * convolved) + states + within) / t
     return _block(setting, weights, kept, backward, {})
 
 
@@ -288,8 +270,7 @@ _BUILDERS: Mapping[str, Callable[[Setting], Block]] = {
 
 def kinds(setting: Setting) -> dict[str, Block]:
     """The blocks of a model, by their letters."""
-    model = setting.model
-    letters = set("".join(set(layers(model))) + prediction_layer(model))
+    letters = set("".join(set(layers(setting.model))) + prediction_layer(setting.model))
     return {letter: _BUILDERS[letter](setting) for letter in letters}
 
 

@@ -89,9 +89,10 @@ class Argument:
     """One line of the file."""
 
     name: str
-    #: each option's kind of action: T and F set true and false, B either, v takes a value, * several
-    options: Mapping[str, str]
-    defaults: tuple[str, ...]
+    options: Mapping[
+        str, str
+    ]  # kinds of action: T and F set true and false, B either, v takes a value, * several
+    defaults: tuple[str, ...]  # of each version; "." where it has no such argument
     which: str
     why: str
 
@@ -100,9 +101,6 @@ class Argument:
         """Of the newest version that has the argument."""
         return next(value for value in reversed(self.defaults) if value != ".")
 
-    def is_default(self, value: str) -> bool:
-        return any(_plain(value) == _plain(default) for default in self.defaults if default != ".")
-
     @property
     def option(self) -> str:
         return next(iter(self.options), self.name)
@@ -110,14 +108,11 @@ class Argument:
 
 @dataclass(frozen=True)
 class Judged:
-    """What of a launch a plan does not count."""
+    """What of a launch a plan does not count, by name, with a clause that says why."""
 
-    #: name, and a clause that says why
     uncounted: dict[str, str] = field(default_factory=dict)
-    #: names of what is bounded, with the reason
     bounded: dict[str, str] = field(default_factory=dict)
-    #: what the user vouched for
-    vouched: tuple[str, ...] = ()
+    vouched: tuple[str, ...] = ()  # what the user vouched for
 
     @property
     def clauses(self) -> list[str]:
@@ -126,13 +121,13 @@ class Judged:
         clauses = [clause for name, clause in self.uncounted.items() if name not in plain]
         if len(clauses) > 1:
             clauses = [f"{clauses[0]}, and {len(clauses) - 1} more"]
-        if len(plain) > 1:
-            *names, last = plain
-            if len(names) > MOST_NAMES:
-                last = f"{len(plain) - MOST_NAMES} more"
-            told = f"{', '.join(names[:MOST_NAMES])} and {last}"
-            return [*clauses, told + UNKNOWN.replace(" is ", " are ")]
-        return [*clauses, *(name + UNKNOWN for name in plain)]
+        if len(plain) < 2:
+            return [*clauses, *(name + UNKNOWN for name in plain)]
+        *names, last = plain
+        if len(names) > MOST_NAMES:
+            last = f"{len(plain) - MOST_NAMES} more"
+        told = f"{', '.join(names[:MOST_NAMES])} and {last}"
+        return [*clauses, told + UNKNOWN.replace(" is ", " are ")]
 
 
 @cache
@@ -148,8 +143,7 @@ def arguments() -> dict[str, Argument]:
     for line in FILE.read_text().splitlines()[1:]:
         name, called, defaults, which, why = (*line.split("\t"), "", "")[:5]
         options: dict[str, str] = {}
-        for group in filter(None, called.split("|")):
-            kind, *flags = group.split(" ")
+        for kind, *flags in (group.split(" ") for group in called.split("|") if group):
             options |= dict.fromkeys(flags or [f"--{name.replace('_', '-')}"], kind)
         each: list[str] = []
         for default in defaults.split(";"):
@@ -167,13 +161,12 @@ def _by_option() -> dict[str, Argument]:
 def versions_of(names: Collection[str]) -> tuple[str, ...]:
     """The version whose arguments, of those that not every version has, a log's are closest to; else all."""
     telling = [one for one in arguments().values() if "." in one.defaults and not _MAY_LACK.match(one.name)]
-
-    def missed(place: int) -> int:
-        return sum((one.defaults[place] != ".") != (one.name in names) for one in telling)
-
-    least, *others = sorted(range(len(versions())), key=missed)
-    near = missed(least) < MOST_MISSED and missed(least) < missed(others[0])
-    return (versions()[least],) if near else versions()
+    missed = {
+        version: sum((one.defaults[place] != ".") != (one.name in names) for one in telling)
+        for place, version in enumerate(versions())
+    }
+    least, other, *_ = sorted(missed, key=missed.__getitem__)
+    return (least,) if missed[least] < min(MOST_MISSED, missed[other]) else versions()
 
 
 def _plain(value: str) -> str:
@@ -189,24 +182,25 @@ def _plain(value: str) -> str:
 def stated(words: Sequence[str]) -> dict[str, str]:
     """What a command line states: values by destination, or by the option where it is none of Megatron's."""
     found = {}
-    place = 0
-    while place < len(words):
+    starts = [place for place, word in enumerate(words) if word.startswith("--")]
+    for place, end in zip(starts, [*starts[1:], len(words)], strict=False):
         option, equals, value = words[place].partition("=")
-        place += 1
-        if not option.startswith("--"):
-            continue
-        begin = place
-        while place < len(words) and not words[place].startswith("--"):
-            place += 1
         argument = _by_option().get(option)
         kind = argument.options[option] if argument else "*"
-        if kind == "v" and place > begin:
-            place = begin + 1
-        value = value if equals else " ".join(words[begin:place])
+        if not equals:
+            value = " ".join(words[place + 1 : place + 2 if kind == "v" and place + 1 < end else end])
         if kind in ("T", "F", "B"):
             value = str(kind == "T" or (kind == "B" and not option.startswith("--no-")))
         found[argument.name if argument else option] = value
     return found
+
+
+def ask_for_places(words: Sequence[str]) -> None:
+    """``ValueError`` where an argument of effect has a place that its author left open, such as <SIZE>."""
+    for name, value in stated(words).items():
+        known = arguments().get(name)
+        if re.fullmatch(r"<[^<>]*>", value) and known and known.which != "none":
+            raise ValueError(f"{known.option} is {value}, a place to fill: give {known.option}")
 
 
 def harmless(words: Sequence[str]) -> bool:
@@ -229,11 +223,32 @@ def judge(values: Mapping[str, str], given: Any, known: Collection[str], *, logg
         if argument is None:
             if name not in known:
                 judged.uncounted[name] = _foreign(name, known)
-        elif not argument.is_default(value):
-            _class_of(argument, value, given, logged, judged)
+            continue
+        option, plain = argument.option, _plain(value)
+        which, _, rest = argument.which.partition(" ")
+        if any(plain == _plain(default) for default in argument.defaults if default != "."):
+            continue
+        if which == "counted" and rest and not any(map(plain.startswith, rest.lower().split())):
+            words = f"{option} {value}" if "v" in argument.options.values() else option
+            judged.uncounted[option] = f"{words} is not counted"
+        elif which == "bounded" and not given.use_distributed_optimizer:
+            judged.bounded[option] = argument.why
+        elif (
+            which == "-"
+            or (which == "log" and not logged)
+            or (which == "where" and not any(CONDITIONS[one](given) for one in rest.split(" or ")))
+            or (which == "as" and plain not in ("none", _plain(str(getattr(given, rest)))))
+        ):
+            judged.uncounted[option] = option + UNKNOWN
     if given.num_experts:
         judged.bounded["experts"] = f"the verdict holds for up to {MOST_LOAD} times an even spread of tokens"
     return judged
+
+
+def _foreign(name: str, known: Collection[str]) -> str:
+    options = [*_by_option(), *known]
+    near = difflib.get_close_matches(name, options, 1, 0.85) if name.startswith("--") else []
+    return f"{name} is none of Megatron's arguments" + (f" (did you mean {near[0]}?)" if near else "")
 
 
 def of_environment(values: Mapping[str, str], given: Any) -> dict[str, str]:
@@ -244,29 +259,6 @@ def of_environment(values: Mapping[str, str], given: Any) -> dict[str, str]:
         for name, value in values.items()
         if name.startswith("NVTE_") and not _HARMLESS.fullmatch(name) and value != bits.get(name)
     }
-
-
-def _class_of(argument: Argument, value: str, given: Any, logged: bool, judged: Judged) -> None:
-    which, _, rest = argument.which.partition(" ")
-    words = f"{argument.option} {value}" if "v" in argument.options.values() else argument.option
-    if which == "counted" and rest and not any(map(_plain(value).startswith, rest.lower().split())):
-        judged.uncounted[argument.option] = f"{words} is not counted"
-    elif which == "bounded":
-        if not given.use_distributed_optimizer:
-            judged.bounded[argument.option] = argument.why
-    elif (
-        which == "-"
-        or (which == "log" and not logged)
-        or (which == "where" and not any(CONDITIONS[one](given) for one in rest.split(" or ")))
-        or (which == "as" and _plain(value) not in ("none", _plain(str(getattr(given, rest)))))
-    ):
-        judged.uncounted[argument.option] = argument.option + UNKNOWN
-
-
-def _foreign(name: str, known: Collection[str]) -> str:
-    options = [*_by_option(), *known]
-    near = difflib.get_close_matches(name, options, 1, 0.85) if name.startswith("--") else []
-    return f"{name} is none of Megatron's arguments" + (f" (did you mean {near[0]}?)" if near else "")
 
 
 def most(setting: Setting, bounded: Collection[str]) -> Setting:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 from megatron_fused_ce.adapter.arguments import add_arguments
 from megatron_fused_ce.cli.command_line import Parser, UsageError, command, number, read_text, whole
-from megatron_fused_ce.plan import closed_world, launch_script, megatron_arguments, megatron_log
+from megatron_fused_ce.plan import closed_world, launch_script, megatron_arguments, megatron_log, report
 from megatron_fused_ce.plan.advice import Gpu, advise
 from megatron_fused_ce.plan.answer import GIB, OFF, Result
 from megatron_fused_ce.plan.closed_world import Judged
@@ -92,11 +91,21 @@ def main(words: list[str]) -> int:
     """Plan the training that the arguments describe. Exit status 2, with one line, if they cannot be used."""
     given = _parsed(words)
     try:
-        _output(plan_of(words), given)
+        result = plan_of(words)
+        if given.json:
+            print(json.dumps(report.as_dictionary(result), indent=1))
+        else:
+            report.show(result, given.explain)
     except BrokenPipeError:
         raise
-    except (OSError, ValueError, ImportError) as error:
-        raise UsageError(_one_line(error)) from None
+    except ImportError as error:
+        instead = "tree-sitter tree-sitter-bash, or give a log or arguments in quotes"
+        instead = instead if str(error.name).startswith("tree_sitter") else "rich, or use --json"
+        raise UsageError(f"{error.name} is not installed: pip install {instead}") from None
+    except OSError as error:
+        raise UsageError(f"{error.filename}: {error.strerror}" if error.filename else error) from None
+    except ValueError as error:
+        raise UsageError(error) from None
     return 0
 
 
@@ -107,7 +116,7 @@ def setting_of(words: Sequence[str]) -> Setting:
         OSError: a file cannot be read.
         ValueError: something is missing, unknown or contradicts itself; says what to do.
     """
-    return _read(words).setting
+    return _read(words)[1]
 
 
 def plan_of(words: Sequence[str]) -> Result:
@@ -119,9 +128,10 @@ def plan_of(words: Sequence[str]) -> Result:
     given, setting, launch, notes, judged = _read(words)
     gpu = _gpu(given)
     baseline = given.cross_entropy_fusion_impl if given.cross_entropy_loss_fusion else "unfused"
+    name = given.model or given.from_log or given.from_launch or "--"
     result = Result(
-        _name(given), setting, advise(setting, gpu, baseline), notes, judged, None, launch,
-        given.fused_chunked_ce, versions=_versions(given, launch),
+        "the launch" if _is_launch(str(name)) else Path(name).name, setting, advise(setting, gpu, baseline),
+        notes, judged, None, launch, given.fused_chunked_ce, versions=_versions(given, launch),
     )  # fmt: skip
     result = replace(result, planned=result.now.peak)
     if result.measured and abs(result.planned / result.measured - 1) <= OFF:
@@ -134,24 +144,27 @@ def plan_of(words: Sequence[str]) -> Result:
     return result
 
 
-def _name(given: argparse.Namespace) -> str:
-    text = given.model or given.from_log or given.from_launch or ""
-    return "the launch" if not text or _is_launch(str(text)) else Path(text).name
+def _gpu(given: argparse.Namespace) -> Gpu:
+    name = given.gpu or next(iter(GPUS))
+    device, capacity, hopper = GPUS[name]
+    capacity = capacity if given.gpu_memory is None else given.gpu_memory
+    if not 0 <= given.overhead < capacity:
+        raise ValueError(f"--overhead {given.overhead:g} leaves nothing of {capacity:g} GiB")
+    return Gpu(name, device, round(capacity * GIB), hopper, round(given.overhead * GIB))
 
 
-def _is_launch(text: str) -> bool:
-    """Whether it is a launch's words and no file's name."""
-    return " " in text.strip() or text.startswith("--")
+def _versions(given: argparse.Namespace, launch: TrainingLaunch | None) -> tuple[str, ...]:
+    """Of Megatron: a log's, by its arguments, or that of the checkout that a script lies in; else all."""
+    if launch and launch.logged is not None:
+        return closed_world.versions_of(launch.logged)
+    for folder in Path(given.from_launch or "").resolve().parents:
+        info = folder / "megatron" / "core" / "package_info.py"
+        if launch and not _is_launch(given.from_launch) and info.is_file():
+            return (".".join(re.findall(r"^(?:M|PATCH)\w* = (\d+)", info.read_text(), re.MULTILINE)),)
+    return closed_world.versions()
 
 
-class _Read(NamedTuple):
-    """A command line and the launch that it names."""
-
-    given: argparse.Namespace
-    setting: Setting
-    launch: TrainingLaunch | None
-    notes: list[str]
-    judged: Judged
+# --- what is planned -------------------------------------------------------------------------
 
 
 def _parsed(words: Sequence[str], before: argparse.Namespace | None = None) -> argparse.Namespace:
@@ -169,12 +182,20 @@ def _parsed(words: Sequence[str], before: argparse.Namespace | None = None) -> a
     return given
 
 
-def _read(words: Sequence[str]) -> _Read:
+def _is_launch(text: str) -> bool:
+    """Whether it is a launch's words and no file's name."""
+    return " " in text.strip() or text.startswith("--")
+
+
+def _read(
+    words: Sequence[str],
+) -> tuple[argparse.Namespace, Setting, TrainingLaunch | None, list[str], Judged]:
+    """A command line, its setting, the launch that it names, sentences about it, and what is not counted."""
     first, own = _parsed(words), _parser(own=False)
-    launch = _launch(first, words, own._actions)
+    launch, before = _launch(first, words, own._actions), list(megatron_arguments.USUAL)
     if launch:
-        _ask(launch)
-    before = list(launch.arguments) if launch else list(megatron_arguments.USUAL)
+        before = list(launch.arguments)
+        closed_world.ask_for_places(before)
     if first.model:
         first.model = known_name(first.model)
         before += MODELS[first.model].arguments.split()
@@ -183,29 +204,60 @@ def _read(words: Sequence[str]) -> _Read:
     as_launched = {name: value for name, value in vars(known).items() if value is not None}
     given = _parsed(words, known)
     given.model = first.model
+    gpus, judged = given.gpus, Judged()
+    if launch is None:
+        return given, megatron_arguments.setting_of(given, gpus), None, [], closed_world.judge({}, given, ())
     judged = _judged(launch, given, own)
-    gpus, notes = given.gpus, []
-    if launch:
-        same = all(vars(given)[name] == value for name, value in as_launched.items())
-        launch = replace(launch, as_logged=same and gpus in (None, launch.gpus))
-        gpus, notes = gpus or launch.gpus, list(launch.notes)
+    same = all(vars(given)[name] == value for name, value in as_launched.items())
+    launch = replace(launch, as_logged=same and gpus in (None, launch.gpus))
+    gpus, notes = gpus or launch.gpus, list(launch.notes)
     try:
-        setting = megatron_arguments.setting_of(given, gpus, launch.program if launch else "")
+        setting = megatron_arguments.setting_of(given, gpus, launch.program)
     except ValueError:
         if not judged.uncounted:
             raise
         # Of a model that cannot be planned the head still can.
         setting = megatron_arguments.setting_of(megatron_arguments.head_alone(given), gpus)
-    if launch and not gpus:
+    if not gpus:
         fewest = f"planned for the fewest that the parallel sizes take, {setting.parallel.gpus}"
         notes.insert(0, f"The number of GPUs is not known, {launch.no_gpus}: {fewest}; or give --gpus.")
-    return _Read(given, setting, launch, notes, judged)
+    return given, setting, launch, notes, judged
 
 
-def _judged(launch: TrainingLaunch | None, given: argparse.Namespace, own: Parser) -> Judged:
-    """What of a launch is not counted and not vouched for; of a model by name what is bounded alone."""
-    if launch is None:
-        return closed_world.judge({}, given, ())
+def _launch(
+    given: argparse.Namespace, words: Sequence[str], actions: Sequence[argparse.Action]
+) -> TrainingLaunch | None:
+    file, options = given.from_launch, [action.option_strings for action in actions]
+    if given.from_log:
+        text = read_text(given.from_log, MOST_LOG_BYTES, errors="replace")
+        if given.gpu is None and given.gpu_memory is None:
+            raise UsageError(f"a log does not say the GPU: give --gpu, one of {', '.join(GPUS)}")
+    for assignment in given.set if file else ():
+        if not re.match(r".+?=", assignment):
+            raise UsageError(f"--set takes NAME=VALUE, got {assignment!r}")
+        if _is_launch(file):
+            raise UsageError("--set is for the variables of a script; arguments in quotes have none")
+    known = [name for names in options for name in names]
+    if file and _is_launch(file):
+        return launch_script.of_string(file, known, given.gpus is None)
+    try:
+        if given.from_log:
+            return megatron_log.of_log(text, actions)
+        if not file:
+            return None
+        named = {word.partition("=")[0] for word in words}
+        answered = {name for names in options if named & set(names) for name in names}
+        values = dict(assignment.split("=", 1) for assignment in given.set)
+        script = read_text(Path(file), MOST_SCRIPT_BYTES)
+        return launch_script.of_script(script, values, known, answered, Path(file).parent, given.gpus is None)
+    except UsageError:
+        raise
+    except ValueError as error:
+        raise ValueError(f"{file or given.from_log}: {error}") from None
+
+
+def _judged(launch: TrainingLaunch, given: argparse.Namespace, own: Parser) -> Judged:
+    """What of a launch is not counted and not vouched for."""
     ours = {name for action in own._actions for name in (action.dest, *action.option_strings)}
     logged = launch.logged is not None
     values = launch.logged if launch.logged is not None else closed_world.stated(launch.arguments)
@@ -218,105 +270,13 @@ def _judged(launch: TrainingLaunch | None, given: argparse.Namespace, own: Parse
     if program == "pretrain_gpt.py" and megatron_arguments.is_hybrid(given, ""):
         uncounted["--hybrid-layer-pattern"] = "a hybrid by pretrain_gpt.py is not counted"
     vouched = {_plain(name): name for name in given.ignore}
-    if unknown := [name for name in vouched if name not in map(_plain, uncounted)]:
-        names = ", ".join(uncounted) or "all of it is"
-        raise ValueError(f"--ignore {vouched[unknown[0]]} vouches for nothing here; not counted: {names}")
     left = {name: why for name, why in uncounted.items() if _plain(name) not in vouched}
+    if unknown := vouched.keys() - set(map(_plain, uncounted)):
+        names = ", ".join(uncounted) or "all of it is"
+        wrong = next(name for plain, name in vouched.items() if plain in unknown)
+        raise ValueError(f"--ignore {wrong} vouches for nothing here; not counted: {names}")
     return Judged(left, judged.bounded, tuple(name for name in uncounted if name not in left))
 
 
 def _plain(name: str) -> str:
     return name.strip("-").replace("-", "_")
-
-
-def _ask(launch: TrainingLaunch) -> None:
-    """``ValueError`` where an argument of effect has a place that its author left open, such as <SIZE>."""
-    for name, value in ({} if launch.logged is not None else closed_world.stated(launch.arguments)).items():
-        known = closed_world.arguments().get(name)
-        if re.fullmatch(r"<[^<>]*>", value) and known and known.which != "none":
-            raise ValueError(f"{known.option} is {value}, a place to fill: give {known.option}")
-
-
-def _versions(given: argparse.Namespace, launch: TrainingLaunch | None) -> tuple[str, ...]:
-    """Of Megatron: a log's, by its arguments, or that of the checkout that a script lies in; else all."""
-    if launch and launch.logged is not None:
-        return closed_world.versions_of(launch.logged)
-    if given.from_launch and not _is_launch(given.from_launch):
-        for folder in Path(given.from_launch).resolve().parents:
-            info = folder / "megatron" / "core" / "package_info.py"
-            if info.is_file():
-                numbers = re.findall(r"^(?:M|PATCH)\w* = (\d+)", info.read_text(), re.MULTILINE)
-                return (".".join(numbers),)
-    return closed_world.versions()
-
-
-def _one_line(error: Exception) -> str:
-    if isinstance(error, ImportError):
-        if str(error.name).startswith("tree_sitter"):
-            return (
-                f"{error.name} is not installed: pip install tree-sitter tree-sitter-bash, or give a log or "
-                "arguments in quotes"
-            )
-        return f"{error.name} is not installed: pip install rich, or use --json"
-    if isinstance(error, OSError) and error.filename:
-        return f"{error.filename}: {error.strerror}"
-    return str(error)
-
-
-def _launch(
-    given: argparse.Namespace, words: Sequence[str], actions: Sequence[argparse.Action]
-) -> TrainingLaunch | None:
-    file = given.from_log or given.from_launch
-    if file is None:
-        return None
-    try:
-        if given.from_log:
-            text = read_text(file, MOST_LOG_BYTES, errors="replace")
-            if given.gpu is None and given.gpu_memory is None:
-                raise UsageError(f"a log does not say the GPU: give --gpu, one of {', '.join(GPUS)}")
-            return megatron_log.of_log(text, actions)
-        values = _values(given)
-        options = {name for action in actions for name in action.option_strings}
-        if _is_launch(file):
-            return launch_script.of_string(file, options, given.gpus is None)
-        named = {word.partition("=")[0] for word in words}
-        flags = [action.option_strings for action in actions]
-        answered = {name for names in flags if named & set(names) for name in names}
-        script, folder = read_text(Path(file), MOST_SCRIPT_BYTES), Path(file).parent
-        return launch_script.of_script(script, values, options, answered, folder, given.gpus is None)
-    except UsageError:
-        raise
-    except ValueError as error:
-        raise ValueError(str(error) if _is_launch(str(file)) else f"{file}: {error}") from None
-
-
-def _values(given: argparse.Namespace) -> Mapping[str, str]:
-    """Variables by ``--set``."""
-    for assignment in given.set:
-        if not re.match(r".+?=", assignment):
-            raise UsageError(f"--set takes NAME=VALUE, got {assignment!r}")
-    if given.set and _is_launch(given.from_launch):
-        raise UsageError("--set is for the variables of a script; arguments in quotes have none")
-    return dict(assignment.split("=", 1) for assignment in given.set)
-
-
-def _gpu(given: argparse.Namespace) -> Gpu:
-    name = given.gpu or "h100-80gb"
-    device, capacity, hopper = GPUS[name]
-    capacity = capacity if given.gpu_memory is None else given.gpu_memory
-    if not 0 <= given.overhead < capacity:
-        raise ValueError(f"--overhead {given.overhead:g} leaves nothing of {capacity:g} GiB")
-    return Gpu(name, device, round(capacity * GIB), hopper, round(given.overhead * GIB))
-
-
-def _output(result: Result, given: argparse.Namespace) -> None:
-    from megatron_fused_ce.plan import report
-
-    if given.json:
-        print(json.dumps(report.as_dictionary(result), indent=1))
-        return
-    from rich.console import Console
-
-    console = Console()
-    width = min(console.width, report.WIDTH) if console.is_terminal else report.WIDTH
-    report.show(Console(width=width), result, given.explain)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_fused_ce.cli.command_line import Parser, UsageError, command, whole
 from megatron_fused_ce.config import STRATEGY_CHOICES, FusedCEConfig
-from megatron_fused_ce.planner.choose import Plan, alternatives, budget_bytes, plan
+from megatron_fused_ce.planner.choose import alternatives, budget_bytes, plan
 from megatron_fused_ce.planner.memory import ITEMSIZES, LOGITS_BACKENDS, MIB, WGRAD_ACCUMULATORS, PlanInputs
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -42,30 +42,16 @@ def main(words: list[str]) -> int:
     given = _parser().parse_args(words)
     dtype, teacher = DTYPES[given.dtype], given.teacher_hidden
     backend = given.logits_backend or ("scaled_exp" if given.dtype == "bf16" else "gemm_rows")
+    options = {name: getattr(given, name) for name in ("strategy", "num_chunks", "chunk_tokens", "memory_mb")}
     try:
         inputs = PlanInputs(
-            num_tokens=given.tokens,
-            hidden_size=given.hidden,
-            num_rows=-(-given.vocab // given.tp),
-            dtype=dtype,
-            num_parts=given.tp if given.sequence_parallel else 1,
-            tp_size=given.tp,
-            wgrad_accumulator=given.wgrad_accumulator,
-            token_weights_known=not given.no_token_weights,
-            logits_backend=backend,
-            # Of a teacher in the student's dtype logits are saved.
-            saves_logits=bool(teacher) and backend == "scaled_exp",
-            second_hidden_size=teacher,
-            second_itemsize=ITEMSIZES[dtype] if teacher else 0,
-            device=given.device,
-            config=FusedCEConfig(
-                strategy=given.strategy,
-                num_chunks=given.num_chunks,
-                chunk_tokens=given.chunk_tokens,
-                memory_mb=given.memory_mb,
-            ),
-            uses_in_flight=1 + given.mtp_num_layers,
-        )
+            given.tokens, given.hidden, -(-given.vocab // given.tp), dtype=dtype, tp_size=given.tp,
+            num_parts=given.tp if given.sequence_parallel else 1, wgrad_accumulator=given.wgrad_accumulator,
+            token_weights_known=not given.no_token_weights, logits_backend=backend, device=given.device,
+            saves_logits=bool(teacher) and backend == "scaled_exp",  # of a teacher in the student's dtype
+            second_hidden_size=teacher, second_itemsize=ITEMSIZES[dtype] if teacher else 0,
+            config=FusedCEConfig(**options), uses_in_flight=1 + given.mtp_num_layers,
+        )  # fmt: skip
         chosen = plan(inputs)
     except ValueError as error:
         raise UsageError(str(error)) from None
@@ -75,27 +61,22 @@ def main(words: list[str]) -> int:
         if num_bytes:
             print(f"  {name.replace('_', ' '):21} {num_bytes / MIB:10.1f} MiB")
     print(f"\n  {'strategy':20} {'chunks':>6} {'tokens':>7} {'stored':>6} {'MiB':>9} {'time':>6}")
+    budget = budget_bytes(inputs)
     for option in alternatives(inputs):
-        mark = "*" if chosen == option else " "
+        remark = ""
+        if option.predicted_peak_bytes > budget:
+            remark = "  over the budget"
+        elif option.strategy == "grad_in_forward" and given.no_token_weights:
+            remark = "  needs token weights"
         print(
-            f"{mark} {option.strategy:20} {option.count:6} {option.capacity:7} "
+            f"{'*' if chosen == option else ' '} {option.strategy:20} {option.count:6} {option.capacity:7} "
             f"{option.stored_chunks:6} {option.predicted_peak_bytes / MIB:9.1f} "
-            f"{option.relative_time:6.3f}{_remark(inputs, option)}"
+            f"{option.relative_time:6.3f}{remark}"
         )
-    budget = f"{budget_bytes(inputs) // MIB} MiB" + (
-        "" if given.memory_mb else ", what grad_in_forward needs"
-    )
+    needs = "" if given.memory_mb else ", what grad_in_forward needs"
     gemms = "three bare GEMMs"
     if teacher:
         gemms = "four bare GEMMs (two of logits, two of gradients; recompute takes six)"
     print("\n*: chosen; tokens: of a chunk; stored: chunks whose logits are kept; MiB: the predicted peak,")
-    print(f"budget {budget}; time: over {gemms}, predicted for {inputs.device} (--device)")
+    print(f"budget {budget // MIB} MiB{needs}; time: over {gemms}, predicted for {given.device} (--device)")
     return 0
-
-
-def _remark(inputs: PlanInputs, option: Plan) -> str:
-    if option.predicted_peak_bytes > budget_bytes(inputs):
-        return "  over the budget"
-    if option.strategy == "grad_in_forward" and not inputs.token_weights_known:
-        return "  needs token weights"
-    return ""

@@ -15,19 +15,16 @@ from megatron_fused_ce.adapter.arguments import FLAG
 from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.plan.setting import Setting
 from megatron_fused_ce.plan.static import CUBLAS_WORKSPACE
-from megatron_fused_ce.planner.choose import OverBudget, Plan, plan
+from megatron_fused_ce.planner.choose import OverBudget, plan
 from megatron_fused_ce.planner.memory import MIB, STOCK_BYTES_PER_LOGIT, STOCK_BYTES_WAITING, PlanInputs
 
 
 class StockPath(NamedTuple):
     """One of Megatron's own cross entropies behind its output layer: bytes a logit."""
 
-    #: alive at the peak
     at_peak: float
-    #: of a use of the head (multi-token prediction) until its backward
-    waiting: float
-    #: of the largest tensor
-    largest: float
+    waiting: float  # of a use of the head (multi-token prediction) until its backward
+    largest: float  # of the largest tensor
 
 
 #: unfused: the fp32 softmax (4), and logits or their gradient in bf16 (2); native: fp32 softmax and its
@@ -44,43 +41,32 @@ class HeadMemory:
     """Memory of one way of computing the loss on the rank with the head."""
 
     name: str
-    #: flags to add to a launch; none of Megatron's own
-    flags: str
+    flags: str  # to add to a launch; none of Megatron's own
     stock: bool
-    #: bytes at its peak, beside its input (the final norm's output) and the rest of the step
-    peak: int
-    #: torch's own cuBLAS workspaces that its GEMMs leave allocated, part of ``peak``
-    workspaces: int
-    #: its largest tensor; 0 for the plugin's, whose buffers are cut out of each other's
-    largest: int = 0
-    #: the planner's prediction, which is compared with a budget; 0 for Megatron's own
-    predicted: int = 0
-    #: strategy and chunks of the plugin's
-    words: str = ""
-    #: the launch's error if the strategy needs more than its --fused-ce-memory-mb
-    over_budget: str = ""
-    #: MiB of a --fused-ce-memory-mb that even the smallest plan exceeds, which ``auto`` then takes; else 0
-    missed_budget: int = 0
+    peak: int  # bytes, beside its input (the final norm's output) and the rest of the step
+    workspaces: int  # torch's own of cuBLAS that its GEMMs leave allocated, part of the peak
+    largest: int = 0  # tensor; 0 for the plugin's, whose buffers are cut out of each other's
+    predicted: int = 0  # by the planner, which is compared with a budget; 0 for Megatron's own
+    words: str = ""  # strategy and chunks of the plugin's
+    over_budget: str = ""  # the launch's error if the strategy needs more than its --fused-ce-memory-mb
+    missed_budget: int = 0  # MiB that even the smallest plan exceeds, which "auto" then takes
 
 
 def stock_head(setting: Setting, name: str) -> HeadMemory:
     """One of :data:`STOCK_PATHS`: the larger of cross entropy and the output layer's backward behind it."""
     path, logits = STOCK_PATHS[name], setting.num_tokens * setting.vocab_rows
-    row = setting.itemsize * setting.num_tokens * setting.model.hidden_size
-    loss = path.at_peak * logits
-    parts = setting.parallel.sequence_parts
+    row, parts = setting.num_tokens * setting.model.hidden_size, setting.parallel.sequence_parts
     # grad_hidden; with sequence parallelism also its reduced part.
-    products = setting.itemsize * logits + row + (row // parts if parts > 1 else 0)
+    products = logits + row + (row // parts if parts > 1 else 0)
     if not setting.training.gradient_fusion:
-        products += setting.itemsize * setting.vocab_rows * setting.model.hidden_size
+        products += setting.vocab_rows * setting.model.hidden_size
     waiting = setting.model.mtp_num_layers * path.waiting * logits
-    workspaces = 2 * CUBLAS_WORKSPACE
     return HeadMemory(
         name,
         "",
         stock=True,
-        peak=round(max(loss, products) + waiting) + workspaces,
-        workspaces=workspaces,
+        peak=round(max(path.at_peak * logits, setting.itemsize * products) + waiting) + 2 * CUBLAS_WORKSPACE,
+        workspaces=2 * CUBLAS_WORKSPACE,
         largest=round(path.largest * logits),
     )
 
@@ -94,76 +80,62 @@ def plugin_head(
     is that of the start-up line, which counts the main head's plan for each use. A strategy that does
     not fit the budget has the figures of its smallest plan, and the launch's error as ``over_budget``.
     """
-    config = replace(setting.training.fused_ce, strategy=strategy)
+    model, training, parallel = setting.model, setting.training, setting.parallel
+    config = replace(training.fused_ce, strategy=strategy)
     if memory_mb is not None:
         config = replace(config, memory_mb=memory_mb)
     # As logits.choose.why_not_scaled_exp says it of tensors.
     exp = (
         exp_serves
         and config.logits_backend != "gemm_rows"
-        and setting.training.dtype == "bfloat16"
-        and not (setting.model.hidden_size % 8 or setting.vocab_rows % 8)
+        and training.dtype == "bfloat16"
+        and not (model.hidden_size % 8 or setting.vocab_rows % 8)
         and not (config.label_smoothing and (config.logit_softcap or config.logit_precision == "activations"))
     )
+    accumulator = "main_grad" if training.gradient_bytes == 4 else "low_main_grad"
     inputs = PlanInputs(
         config=config,
         num_tokens=setting.num_tokens,
-        hidden_size=setting.model.hidden_size,
+        hidden_size=model.hidden_size,
         num_rows=setting.vocab_rows,
-        dtype=setting.training.dtype,
-        num_parts=setting.parallel.sequence_parts,
-        tp_size=setting.parallel.tensor,
-        wgrad_accumulator=_wgrad_accumulator(setting),
+        dtype=training.dtype,
+        num_parts=parallel.sequence_parts,
+        tp_size=parallel.tensor,
+        wgrad_accumulator=accumulator if training.gradient_fusion else "returned",
         token_weights_known=True,
         logits_backend="scaled_exp" if exp else "gemm_rows",
         device=device,
-        uses_in_flight=1 + setting.model.mtp_num_layers,
+        uses_in_flight=1 + model.mtp_num_layers,
     )
     try:
-        head = _as_head(setting, plan(inputs), _flags(config), strategy)
-        budget = config.memory_mb
-        return replace(head, missed_budget=budget) if budget and head.predicted > budget * MIB else head
-    except OverBudget as error:
-        head = _as_head(setting, error.least, _flags(config), strategy)
-        return replace(head, over_budget=str(error))
-
-
-def _wgrad_accumulator(setting: Setting) -> str:
-    if not setting.training.gradient_fusion:
-        return "returned"
-    return "main_grad" if setting.training.gradient_bytes == 4 else "low_main_grad"
+        chosen, error = plan(inputs), ""
+    except OverBudget as over:
+        chosen, error = over.least, str(over)
+    memory, budget = chosen.memory, 0 if error else config.memory_mb or 0
+    # Where the peak is in the forward, the backward's thread has no workspace yet.
+    unused = memory.workspace // 2 if chosen.strategy == "grad_in_forward" else 0
+    grad_hidden = setting.itemsize * setting.num_tokens * model.hidden_size // parallel.sequence_parts
+    return HeadMemory(
+        strategy,
+        _flags(config),
+        stock=False,
+        peak=memory.total - unused + grad_hidden,
+        workspaces=memory.workspace - unused,
+        predicted=memory.total,
+        words=f"{chosen.strategy}, {chosen.chunks_in_words}",
+        over_budget=error,
+        missed_budget=budget if memory.total > budget * MIB else 0,
+    )
 
 
 def _flags(config: FusedCEConfig) -> str:
     """Flags to add to a launch: every option that is not its default."""
     words = [FLAG]
     for option in fields(config):
-        value, name = getattr(config, option.name), option.name.replace("_", "-")
-        if value == option.default:
-            continue
+        value, flag = getattr(config, option.name), f"--fused-ce-{option.name.replace('_', '-')}"
         if option.name == "true_vocab_size":
-            words.append("--fused-ce-mask-padded-vocab")
-        elif isinstance(value, bool):
-            words.append(f"--fused-ce-{name}")
-        else:
-            words.append(
-                f"--fused-ce-{name} {value:g}" if isinstance(value, float) else f"--fused-ce-{name} {value}"
-            )
+            words += ["--fused-ce-mask-padded-vocab"] * (value != option.default)
+        elif value != option.default:
+            shown = f"{value:g}" if isinstance(value, float) else value
+            words.append(flag if isinstance(value, bool) else f"{flag} {shown}")
     return " ".join(words)
-
-
-def _as_head(setting: Setting, chosen: Plan, flags: str, name: str) -> HeadMemory:
-    """With ``grad_hidden``, and without the second workspace where the peak is in the forward."""
-    memory, grad_in_forward = chosen.memory, chosen.strategy == "grad_in_forward"
-    unused = memory.workspace // 2 if grad_in_forward else 0
-    grad_hidden = setting.itemsize * setting.num_tokens * setting.model.hidden_size
-    grad_hidden //= setting.parallel.sequence_parts
-    return HeadMemory(
-        name,
-        flags,
-        stock=False,
-        peak=memory.total - unused + grad_hidden,
-        workspaces=memory.workspace - unused,
-        predicted=memory.total,
-        words=f"{chosen.strategy}, {chosen.chunks_in_words}",
-    )

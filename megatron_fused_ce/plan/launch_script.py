@@ -10,10 +10,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from megatron_fused_ce.plan.shell_words import Command
+from megatron_fused_ce.plan.closed_world import harmless
+from megatron_fused_ce.plan.shell_words import SHELLS, readable, unknown, unknowns
 
-_SHELLS = ("bash", "sh", "zsh")
+if TYPE_CHECKING:
+    from megatron_fused_ce.plan.shell_script import Command
+
 #: Commands that add words of their own.
 _ADDS_WORDS = ("xargs", "parallel")
 #: Names that hold several arguments rather than one's value.
@@ -22,18 +24,18 @@ _NAME = re.compile(r"\w+|@")
 _NODES = ("-N", "--nodes")
 #: Of each program that starts ranks: ways to count them, each a product of options, with what is the case
 #: where one is not given (None: only the machine knows).
-_Ways = tuple[tuple[tuple[tuple[str, ...], int | None], ...], ...]
-_TORCHRUN: _Ways = (((("--nproc-per-node", "--nproc_per_node"), 1), (("--nnodes",), 1)),)
-_MPIRUN: _Ways = (((("-np", "-n", "--np", "-c"), None),),)
+_Ways = Sequence[Mapping[tuple[str, ...], int | None]]
+_TORCHRUN: _Ways = [{("--nproc-per-node", "--nproc_per_node"): 1, ("--nnodes",): 1}]
+_MPIRUN: _Ways = [{("-np", "-n", "--np", "-c"): None}]
 _LAUNCHERS: dict[str, _Ways] = {
     "torchrun": _TORCHRUN,
     "torch.distributed.run": _TORCHRUN,
     "torch.distributed.launch": _TORCHRUN,
-    "deepspeed": (((("--num_gpus",), None), (("--num_nodes",), 1)),),
-    "accelerate": (((("--num_processes", "--num-processes"), None),),),
+    "deepspeed": [{("--num_gpus",): None, ("--num_nodes",): 1}],
+    "accelerate": [{("--num_processes", "--num-processes"): None}],
     "mpirun": _MPIRUN,
     "mpiexec": _MPIRUN,
-    "srun": (((("-n", "--ntasks"), None),), ((_NODES, None), (("--ntasks-per-node",), 1))),
+    "srun": [{("-n", "--ntasks"): None}, {_NODES: None, ("--ntasks-per-node",): 1}],
 }
 #: Modules that run the program behind them as it is.
 _RUNS_ANOTHER = {*_LAUNCHERS, "megatron_fused_ce.launch", "cProfile", "profile", "trace", "pdb", "coverage"}
@@ -54,25 +56,20 @@ class TrainingLaunch:
     """One training's arguments."""
 
     arguments: tuple[str, ...]
-    #: processes over all nodes; None if the launcher's arguments do not say
-    gpus: int | None
-    #: why they do not, a clause
-    no_gpus: str = ""
-    #: the Python file that is started, or -m and a module; empty where none is named
-    program: str = ""
-    #: sentences about what was read
-    notes: tuple[str, ...] = ()
-    #: of a log: the largest peak that Megatron says it measured, and whether the run died of memory
+    gpus: int | None  # processes over all nodes; None if the launcher's arguments do not say
+    no_gpus: str = ""  # why they do not, a clause
+    program: str = ""  # the Python file that is started, or -m and a module; empty where none is named
+    notes: tuple[str, ...] = ()  # sentences about what was read
+    #: of a log: the largest peak that Megatron says it measured, whether the run died of memory, whether the
+    #: plan is of that run without a change, and every argument as printed, by its destination
     measured_bytes: int | None = None
     out_of_memory: bool = False
-    #: of a log: whether the plan is of that run, without a change
     as_logged: bool = True
-    #: of a log: every argument as printed, by its destination
     logged: Mapping[str, str] | None = None
-    #: variables that are set beside, of which some matter
-    environment: Mapping[str, str] = field(default_factory=dict)
-    #: what of the launch could not be read, by a name, with a clause
-    doubts: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)  # variables set beside, of which some matter
+    doubts: Mapping[str, str] = field(
+        default_factory=dict
+    )  # what could not be read, by a name, with a clause
 
 
 def of_string(text: str, known: Collection[str] = (), count_gpus: bool = True) -> TrainingLaunch:
@@ -85,7 +82,7 @@ def of_string(text: str, known: Collection[str] = (), count_gpus: bool = True) -
         ValueError: a quotation has no end, or the number of ranks is no number.
     """
     words = shlex.split(text)
-    if any(word.rpartition("/")[2] in _SHELLS for word in words):
+    if any(word.rpartition("/")[2] in SHELLS for word in words):
         return of_script(text, {}, known, count_gpus=count_gpus)  # a script in quotes
     place = _script(words)
     if place is None:
@@ -114,8 +111,7 @@ def of_script(
         ImportError: the parser of bash is not installed.
         ValueError: no training is launched, or several, or with a variable that has no value.
     """
-    from megatron_fused_ce.plan.closed_world import harmless
-    from megatron_fused_ce.plan.shell_words import Reader, readable, unknowns
+    from megatron_fused_ce.plan.shell_script import Reader
 
     lines = re.findall(r"^#SBATCH\s+(.*)", text, re.MULTILINE)
     slurm = [word for line in lines for word in shlex.split(line, comments=True)]
@@ -127,15 +123,14 @@ def of_script(
             f"--set {', '.join(sorted(strange))}: the script has no such variable; there are "
             f"{', '.join(sorted(reader.names)) or 'none'}"
         )
-    (words, _, values), place = _the_launch(reader.found, known)
+    (words, values, _), place = _the_launch(reader.found, known)
     name, options = _launcher(words[:place])
-    ranks = [option for way in _LAUNCHERS.get(name, ()) for options, _ in way for option in options]
+    ranks = [option for way in _LAUNCHERS.get(name, ()) for names in way for option in names]
     of_launcher = _missing(options, ranks) if count_gpus else []
     _ask([*of_launcher, *_missing(words[place + 1 :], set(known) - set(answered))], bool(of_launcher))
     notes = [
         f"{mark} may give arguments, which are not counted."
-        for word in words[place:]
-        for mark in unknowns(word)
+        for mark in unknowns(" ".join(words[place:]))
         if "--" in mark
     ]
     # Values on the plan's command line stand for those that only the launch knows.
@@ -143,21 +138,18 @@ def of_script(
         option, equals, _ = words[index].partition("=")
         if unknowns(words[index]) and (option if equals else words[index - 1]) in answered:
             del words[index - (not equals) : index + 1]
-    plain = [readable(word) for word in words]
-    launch = _launch(plain, place, slurm, count_gpus)
-    environment = {name: readable(value) for name, value in values.items() if isinstance(value, str)}
+    launch = _launch([readable(word) for word in words], place, slurm, count_gpus)
+    texts = {name: readable(value) for name, value in values.items() if isinstance(value, str)}
     return replace(
         launch,
         notes=(*reader.notes, *notes),
-        environment={**environment, **launch.environment},
+        environment={**texts, **launch.environment},
         doubts={**launch.doubts, **reader.doubts},
     )
 
 
 def _the_launch(found: Sequence[Command], known: Collection[str]) -> tuple[Command, int]:
     """The only command that starts a training, and the place of the Python script in it."""
-    from megatron_fused_ce.plan.shell_words import readable, unknowns
-
     launches = {}
     for command in found:
         place = _script(command.words)
@@ -168,18 +160,30 @@ def _the_launch(found: Sequence[Command], known: Collection[str]) -> tuple[Comma
         raise ValueError("no command launches a .py script with Megatron's arguments")
     if len(launches) > 1:
         scripts = ", ".join(readable(command.words[place]) for command, place in launches.values())
-        decides = [
-            f", or give --set {one.why}=VALUE, which decides" for one, _ in launches.values() if one.why
-        ]
-        raise ValueError(f"several commands launch a training ({scripts}): leave one{(decides or [''])[0]}")
+        why = next((command.why for command, _ in launches.values() if command.why), "")
+        decides = f", or give --set {why}=VALUE, which decides" if why else ""
+        raise ValueError(f"several commands launch a training ({scripts}): leave one{decides}")
     return launches.popitem()[1]
+
+
+def _missing(words: Sequence[str], needed: Collection[str]) -> list[tuple[str, str]]:
+    """What is not known of arguments that are needed: a variable or a text, and the argument."""
+    missing = []
+    for before, word in zip(("", *words), words, strict=False):
+        name, equals, _ = word.partition("=")
+        option = name if equals else before if before.startswith("-") else ""
+        for mark in unknowns(word):
+            several = word == unknown(mark) and (not option or _LIST.fullmatch(mark))
+            if option in needed or several:
+                missing.append((mark, option if option in needed else ""))
+    return missing
 
 
 def _ask(missing: Sequence[tuple[str, str]], or_gpus: bool) -> None:
     """``ValueError`` that names what is missing: a variable or a text, each with its argument."""
     besides = ", or --gpus" if or_gpus else ""
-    names = {name.removesuffix("[@]"): None for name, _ in missing}
-    if settable := [name for name in names if _NAME.fullmatch(name)]:
+    names = dict.fromkeys(name.removesuffix("[@]") for name, _ in missing)
+    if settable := list(filter(_NAME.fullmatch, names)):
         several = " --set ".join(f"{name}=VALUE" for name in settable)
         raise ValueError(f"no value is known for {', '.join(settable)}: give --set {several}{besides}")
     for text, option in missing:
@@ -197,18 +201,18 @@ def _script(words: Sequence[str]) -> int | None:
 
 
 def _launch(words: Sequence[str], place: int, slurm: Sequence[str], count_gpus: bool) -> TrainingLaunch:
-    gpus, why = _gpus(words[:place], slurm) if count_gpus else (None, "")
-    module = "-m " if words[place - 1 : place] == ["-m"] else ""
-    wrappers = [word for word in words[:place] if word.endswith(".sh") or word in _SHARDS]
-    program = wrappers[0] if wrappers else module + words[place]
-    before = [word.partition("=") for word in words[:place]]
+    before = words[:place]
+    gpus, why = _gpus(before, slurm) if count_gpus else (None, "")
+    wrappers = [word for word in before if word.endswith(".sh") or word in _SHARDS]
+    program = f"-m {words[place]}" if before[-1:] == ["-m"] else words[place]
+    assigned = [word.partition("=") for word in before]
     return TrainingLaunch(
         tuple(words[place + 1 :]),
         gpus,
         why,
-        program=program,
-        environment={name: value for name, equals, value in before if equals},
-        doubts={name: f"what {name} adds is not known" for name in _ADDS_WORDS if name in words[:place]},
+        program=[*wrappers, program][0],
+        environment={name: value for name, equals, value in assigned if equals},
+        doubts={name: f"what {name} adds is not known" for name in _ADDS_WORDS if name in before},
     )
 
 
@@ -226,15 +230,13 @@ def _gpus(words: Sequence[str], slurm: Sequence[str]) -> tuple[int | None, str]:
         return None, "since no launcher is named"
     options = [*options, *(slurm if name == "srun" else [])]
     for way in _LAUNCHERS[name]:
+        counts = [(names[0], _value_of(names, options) or otherwise) for names, otherwise in way.items()]
         ranks = 1
-        for names, otherwise in way:
-            value = _value_of(names, options) or otherwise
-            if value is None:
-                break
-            if not str(value).isdigit():
-                raise ValueError(f"{names[0]} {value} is no number of ranks: give --gpus")
-            ranks *= int(value)
-        else:
+        for option, count in counts:
+            if count is not None and not str(count).isdigit():
+                raise ValueError(f"{option} {count} is no number of ranks: give --gpus")
+            ranks *= int(count or 0)
+        if ranks:
             return ranks, ""
     return None, f"since {name} is not told how many ranks to start"
 
@@ -247,18 +249,3 @@ def _value_of(names: Sequence[str], words: Sequence[str]) -> str | None:
         if name[:2] in names and name[2:].isdigit():
             return name[2:]  # -N4
     return None
-
-
-def _missing(words: Sequence[str], needed: Collection[str]) -> list[tuple[str, str]]:
-    """What is not known of arguments that are needed: a variable or a text, and the argument."""
-    from megatron_fused_ce.plan.shell_words import unknown, unknowns
-
-    missing = []
-    for before, word in zip(("", *words), words, strict=False):
-        name, equals, _ = word.partition("=")
-        option = name if equals else before if before.startswith("-") else ""
-        for mark in unknowns(word):
-            several = word == unknown(mark) and (not option or _LIST.fullmatch(mark))
-            if option in needed or several:
-                missing.append((mark, option if option in needed else ""))
-    return missing

@@ -1,7 +1,7 @@
 """Megatron's own arguments that decide how many bytes a GPU holds, and the setting from them.
 
-Names, kinds and defaults are those of ``arguments.tsv`` (:mod:`.closed_world`), the newest version's; here
-are the types, and what each means.
+Names, kinds, defaults and values are those of ``arguments.tsv`` (:mod:`.closed_world`), the newest version's;
+here is what each means.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_fused_ce.adapter.arguments import config_from_args
-from megatron_fused_ce.cli.command_line import BILLION, whole
-from megatron_fused_ce.cli.command_line import number as share
-from megatron_fused_ce.config import FusedCEConfig
+from megatron_fused_ce.cli.command_line import number, whole
 from megatron_fused_ce.plan.closed_world import arguments, flash_attention
 from megatron_fused_ce.plan.setting import (
     RECOMPUTE_MODULES,
@@ -43,25 +41,7 @@ _ALSO = {
     "expert_model_parallel_size": "--ep",
     "hybrid_layer_pattern": "--hybrid-override-pattern",
 }
-#: Layers and experts are counted one by one, and a size of a parallelism is one of ranks.
-_ONE_BY_ONE = re.compile(r"num_layers|num_experts|mtp_num_layers|make_vocab.*|.*_parallel_size")
-_MAY_BE_ZERO = re.compile(
-    "mtp_num_layers|num_experts|moe_shared_expert_intermediate_size|decoder_(first|last)_pipeline_num_layers"
-)
 _DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
-_CHOICES = {
-    **dict.fromkeys(
-        ("main_params_dtype", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"), tuple(_DTYPE_BYTES)
-    ),
-    "normalization": ("LayerNorm", "RMSNorm"),
-    "recompute_granularity": ("full", "selective"),
-    "recompute_method": ("uniform", "block"),
-    "cross_entropy_fusion_impl": ("native", "te"),
-}
-#: Where Megatron makes a default of others; here of none.
-_DEFAULTS = {"micro_batch_size": "1"}
-#: Without a default, and no number.
-_WORDS = ("hybrid_layer_pattern", "pipeline_model_parallel_layout", "moe_router_dtype")
 MOST_LAYERS = 10**5
 #: Tokens of the busiest rank's experts over an even spread: no router spreads them evenly in every step (the
 #: records of tests/plan/megatron_records.tsv lie at 1.0 to 1.3).
@@ -76,22 +56,23 @@ def add_megatron_arguments(parser: argparse.ArgumentParser) -> None:
     """Those that are counted, and what a head's numbers depend on."""
     group = parser.add_argument_group("Megatron's arguments")
     for name, known in arguments().items():
-        if (
-            known.which.split()[:1] != ["counted"] and name not in _OF_THE_HEAD
-        ) or name == "hybrid_override_pattern":
+        counted = known.which.split()[:1] == ["counted"] and name != "hybrid_override_pattern"
+        if not counted and name not in _OF_THE_HEAD:
             continue
         flag, kind = known.option, known.options[known.option]
-        also = [_ALSO[name]] if name in _ALSO else []
+        flags = [flag, _ALSO[name]] if name in _ALSO else [flag]
         if kind in "TF":
             action = "store_true" if kind == "T" else "store_false"
-            group.add_argument(flag, dest=name, action=action)
+            group.add_argument(*flags, dest=name, action=action)
         elif kind == "*":
-            group.add_argument(flag, dest=name, nargs="*")
+            group.add_argument(*flags, dest=name, nargs="*")
         else:
-            default = _DEFAULTS.get(name, known.default).removeprefix("AttnBackend.")
+            # Megatron makes a micro-batch's of others; here it has one.
+            default = "1" if name == "micro_batch_size" else known.default.removeprefix("AttnBackend.")
+            choices = known.why.split()[2:] if known.why.startswith("one of ") else None
             group.add_argument(
-                flag, *also, dest=name, metavar=None if name in _CHOICES else "X", choices=_CHOICES.get(name),
-                type=_type(name, default), default=None if default == "None" else default,
+                *flags, dest=name, metavar=None if choices else "X", choices=choices, type=_type(known.why),
+                default=None if default == "None" else default,
             )  # fmt: skip
     group.add_argument(
         "--post-norms",
@@ -100,15 +81,11 @@ def add_megatron_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _type(name: str, default: str) -> Any:
-    if name == "moe_layer_freq":
-        return _layer_frequency
-    if name in (*_WORDS, *_CHOICES) or not re.fullmatch(r"None|[\d.]+", default):
-        return str
-    if "." in default:
-        return share(most=1)
-    most = 10**5 if _ONE_BY_ONE.fullmatch(name) else BILLION
-    return whole(0 if _MAY_BE_ZERO.fullmatch(name) else 1, most)
+def _type(values: str) -> Any:
+    """The type of an argument by the last column of the file."""
+    if bounds := re.fullmatch(r"(\d+) to (\d+)", values):
+        return whole(int(bounds[1]), int(bounds[2]))
+    return {"a share": number(most=1), "layers": _layer_frequency}.get(values, str)
 
 
 def _layout(text: str) -> tuple[int, ...]:
@@ -176,20 +153,15 @@ def unsure(given: argparse.Namespace) -> dict[str, str]:
 def is_hybrid(given: argparse.Namespace, program: str) -> bool:
     """Whether it trains a hybrid model: by program, pattern, or the ratios and specs of 0.15 and 0.16."""
     told = given.hybrid_layer_pattern or given.hybrid_attention_ratio or given.hybrid_mlp_ratio
-    return bool(told) or "mamba" in f"{program} {given.spec}" or "hybrid" in f"{program} {given.spec}"
+    return bool(told or re.search("mamba|hybrid", f"{program} {given.spec}"))
 
 
 def head_alone(given: argparse.Namespace) -> argparse.Namespace:
     """A launch with the same head and plain layers, for a model that cannot be planned."""
-    pipeline, tensor = given.pipeline_model_parallel_size, given.tensor_model_parallel_size
-    plain: dict[str, Any] = dict.fromkeys(_OF_LAYERS)
-    plain |= {
-        "num_layers": pipeline,
-        "num_attention_heads": tensor,
-        "ffn_hidden_size": tensor,
-        "kv_channels": 64,
-    }
-    return argparse.Namespace(**{**vars(given), **plain, "expert_model_parallel_size": 1})
+    plain: dict[str, Any] = dict.fromkeys(_OF_LAYERS) | {"kv_channels": 64, "expert_model_parallel_size": 1}
+    plain["num_layers"] = given.pipeline_model_parallel_size
+    plain["num_attention_heads"] = plain["ffn_hidden_size"] = given.tensor_model_parallel_size
+    return argparse.Namespace(**{**vars(given), **plain})
 
 
 def setting_of(given: argparse.Namespace, gpus: int | None = None, program: str = "") -> Setting:
@@ -212,12 +184,11 @@ def setting_of(given: argparse.Namespace, gpus: int | None = None, program: str 
 def _needed(given: argparse.Namespace, name: str) -> int:
     value: int | None = getattr(given, name)
     if value is None:
-        flag = name.replace("_", "-")
         # No model has a length of its own, and beside a log or a launch none can be named.
         is_read = getattr(given, "from_log", None) or getattr(given, "from_launch", None)
         elsewhere = ", or --model NAME, --from-log FILE or --from-launch FILE"
         named = "" if name == "seq_length" or is_read else elsewhere
-        raise ValueError(f"--{flag} is missing: give it{named}")
+        raise ValueError(f"--{name.replace('_', '-')} is missing: give it{named}")
     return value
 
 
@@ -229,20 +200,41 @@ def _model(given: argparse.Namespace, hybrid: bool) -> DecoderSizes:
             "them, or give --kv-channels"
         )
     pattern, *predicted = (given.hybrid_layer_pattern or "").replace("|", "").split("/")
-    if unknown := set(pattern + "".join(predicted)) - set(_LETTERS):
-        raise ValueError(f"the hybrid pattern has {''.join(sorted(unknown))!r}; known are {_LETTERS}")
+    if strange := set(pattern + "".join(predicted)) - set(_LETTERS):
+        raise ValueError(f"the hybrid pattern has {''.join(sorted(strange))!r}; known are {_LETTERS}")
     if hybrid and not pattern:
         ratios = given.hybrid_attention_ratio, given.hybrid_mlp_ratio
         pattern = _pattern(_needed(given, "num_layers"), *ratios)
-    gated, embedding = given.swiglu or given.quick_geglu, given.position_embedding_type
+    embedding, positions = given.position_embedding_type, 0
     rotary = embedding in ("rope", "yarn", "mrope") or given.use_rotary_position_embeddings
+    if embedding == "learned_absolute" and not rotary and given.add_position_embedding and not pattern:
+        positions = given.max_position_embeddings or _needed(given, "seq_length")
+    layers = len(pattern) or _needed(given, "num_layers")
     ffn = given.ffn_hidden_size
     if ffn is None:
         ffn = int(4 * hidden * 2 / 3 / 64) * 64 if given.swiglu else 4 * hidden
-    positions = 0
-    if embedding == "learned_absolute" and not rotary and given.add_position_embedding:
-        positions = given.max_position_embeddings or _needed(given, "seq_length")
-    layers = len(pattern) or _needed(given, "num_layers")
+    latent = mixture = state_space = None
+    if given.multi_latent_attention:
+        sizes = (given.qk_head_dim, given.qk_pos_emb_head_dim, given.v_head_dim)
+        latent = Latent(given.q_lora_rank, given.kv_lora_rank, *sizes)
+    if given.num_experts:
+        every = given.moe_layer_freq
+        if isinstance(every, int):
+            every = [index % max(1, every) == 0 for index in range(layers)]
+        mixture = Mixture(
+            given.num_experts,
+            given.moe_router_topk,
+            given.moe_ffn_hidden_size or ffn,
+            given.moe_shared_expert_intermediate_size or 0,
+            tuple(map(bool, every)),
+            gathers=given.moe_token_dispatcher_type == "allgather",
+            load=BUSIEST,
+        )
+    if "M" in pattern:
+        num_heads = given.mamba_num_heads or 2 * hidden // given.mamba_head_dim
+        state_space = StateSpace(
+            num_heads, given.mamba_head_dim, given.mamba_state_dim, given.mamba_num_groups
+        )
     return DecoderSizes(
         num_layers=layers,
         hidden_size=hidden,
@@ -251,21 +243,21 @@ def _model(given: argparse.Namespace, hybrid: bool) -> DecoderSizes:
         ffn_hidden_size=ffn,
         num_query_groups=given.num_query_groups if given.group_query_attention else heads,
         head_dim=given.kv_channels or hidden // heads,
-        gated=gated,
+        gated=given.swiglu or given.quick_geglu,
         tied=not given.untie_embeddings_and_output_weights,
         rms_norm=given.normalization == "RMSNorm",
         linear_bias=given.add_bias_linear,
         qkv_bias=given.add_qkv_bias,
         qk_norm=given.qk_layernorm,
         post_norms=given.post_norms,
-        learned_positions=0 if pattern else positions,
+        learned_positions=positions,
         rotary=rotary,
         mtp_num_layers=len(predicted) or given.mtp_num_layers or 0,
         pattern=pattern,
         prediction_pattern=predicted[0] if predicted else "",
-        latent=_latent(given),
-        mixture=_mixture(given, layers, ffn),
-        state_space=_state_space(given, hidden) if "M" in pattern else None,
+        latent=latent,
+        mixture=mixture,
+        state_space=state_space,
     )
 
 
@@ -289,37 +281,6 @@ def _pattern(layers: int, attention: float, mlps: float) -> str:
     return "".join(letters)
 
 
-def _latent(given: argparse.Namespace) -> Latent | None:
-    if not given.multi_latent_attention:
-        return None
-    return Latent(
-        given.q_lora_rank, given.kv_lora_rank, given.qk_head_dim, given.qk_pos_emb_head_dim, given.v_head_dim
-    )
-
-
-def _mixture(given: argparse.Namespace, num_layers: int, ffn: int) -> Mixture | None:
-    if not given.num_experts:
-        return None
-    every = given.moe_layer_freq
-    if isinstance(every, int):
-        every = [int(index % max(1, every) == 0) for index in range(num_layers)]
-    return Mixture(
-        given.num_experts,
-        given.moe_router_topk,
-        given.moe_ffn_hidden_size or ffn,
-        given.moe_shared_expert_intermediate_size or 0,
-        tuple(map(bool, every)),
-        gathers=given.moe_token_dispatcher_type == "allgather",
-        load=BUSIEST,
-    )
-
-
-def _state_space(given: argparse.Namespace, hidden: int) -> StateSpace:
-    head_dim = given.mamba_head_dim
-    heads = given.mamba_num_heads or 2 * hidden // head_dim
-    return StateSpace(heads, head_dim, given.mamba_state_dim, given.mamba_num_groups)
-
-
 def _parallel(given: argparse.Namespace, model: DecoderSizes, gpus: int | None) -> Parallel:
     tensor, pipeline = given.tensor_model_parallel_size, given.pipeline_model_parallel_size
     context, expert = given.context_parallel_size, given.expert_model_parallel_size
@@ -336,8 +297,7 @@ def _parallel(given: argparse.Namespace, model: DecoderSizes, gpus: int | None) 
     layout = _layout(given.pipeline_model_parallel_layout) if given.pipeline_model_parallel_layout else ()
     if "|" in (pattern := (given.hybrid_layer_pattern or "").partition("/")[0]):
         layout = tuple(map(len, pattern.split("|")))
-    if layout:
-        chunks = max(1, len(layout) // pipeline)
+    ends = given.account_for_embedding_in_pipeline_split, given.account_for_loss_in_pipeline_split
     return Parallel(
         gpus=gpus or tensor * pipeline * max(context, -(-expert * expert_tensor // tensor)),
         tensor=tensor,
@@ -346,14 +306,11 @@ def _parallel(given: argparse.Namespace, model: DecoderSizes, gpus: int | None) 
         expert=expert,
         expert_tensor=expert_tensor,
         sequence=given.sequence_parallel and tensor > 1,
-        chunks=chunks,
+        chunks=max(1, len(layout) // pipeline) if layout else chunks,
         first_stage_layers=given.decoder_first_pipeline_num_layers,
         last_stage_layers=given.decoder_last_pipeline_num_layers,
         layout=layout,
-        ends_count=(
-            bool(given.account_for_embedding_in_pipeline_split),
-            bool(given.account_for_loss_in_pipeline_split),
-        ),
+        ends_count=(bool(ends[0]), bool(ends[1])),
         optimizer_instances=given.num_distributed_optimizer_instances,
     )
 
@@ -361,75 +318,50 @@ def _parallel(given: argparse.Namespace, model: DecoderSizes, gpus: int | None) 
 def _training(given: argparse.Namespace, parallel: Parallel) -> StepSettings:
     if given.bf16 and given.fp16:
         raise ValueError("both --bf16 and --fp16 are given: leave out one")
-    dtype = "bfloat16" if given.bf16 else "float16" if given.fp16 else "float32"
-    sharded = given.use_megatron_fsdp or given.use_torch_fsdp2
-    low = _low_gradients(given, dtype)
+    sequence = _needed(given, "seq_length")
+    batch, at_once = given.global_batch_size, given.micro_batch_size * parallel.data
+    if batch and batch % at_once:
+        raise ValueError(
+            f"--global-batch-size {batch} cannot be divided into micro-batches of "
+            f"{given.micro_batch_size} on {parallel.data} data-parallel ranks: give a multiple of {at_once}"
+        )
+    recompute = Recompute()
+    if given.recompute_activations or given.recompute_granularity == "selective":
+        recompute = Recompute(modules=tuple(given.recompute_modules or ("core_attn",)))
+    elif given.recompute_granularity == "full":
+        recompute = Recompute(True, given.recompute_num_layers, given.recompute_method == "block")
+    # Main weights and both moments of a parameter, and whether gradients are kept in 2 bytes.
+    aware, low, states = given.use_precision_aware_optimizer, False, 8
+    if given.bf16 or given.fp16:
+        in_fp32 = given.bf16 or given.accumulate_allreduce_grads_in_fp32
+        low = given.grad_reduce_in_bf16 or (aware and given.main_grads_dtype != "fp32") or not in_fp32
+        states = 12
+    if aware:
+        names = (given.main_params_dtype, given.exp_avg_dtype, given.exp_avg_sq_dtype)
+        states = sum(_DTYPE_BYTES[name] for name in names)
+    # The plugin's flags, as a launch would read them; the vocabulary's size is the model's.
+    asked = {**vars(given), "fused_chunked_ce": True, "fused_ce_mask_padded_vocab": False}
+    config = config_from_args(argparse.Namespace(**asked))
+    assert config is not None
+    if given.fused_ce_mask_padded_vocab:
+        config = replace(config, true_vocab_size=given.vocab_size)
     return StepSettings(
-        sequence=_needed(given, "seq_length"),
+        sequence=sequence,
         micro_batch=given.micro_batch_size,
-        num_micro_batches=_micro_batches(given, parallel),
-        dtype=dtype,
-        recompute=_recompute(given),
+        num_micro_batches=batch and batch // at_once,
+        dtype="bfloat16" if given.bf16 else "float16" if given.fp16 else "float32",
+        recompute=recompute,
         transformer_engine=given.transformer_impl == "transformer_engine",
         flash_attention=flash_attention(given),
         rope_fusion=given.apply_rope_fusion,
         attention_dropout=given.attention_dropout > 0,
         hidden_dropout=given.hidden_dropout > 0,
         attention_mask=given.create_attention_mask_in_dataloader,
-        gradient_fusion=given.gradient_accumulation_fusion and not sharded,
-        fused_ce=_fused_ce(given),
+        gradient_fusion=given.gradient_accumulation_fusion
+        and not (given.use_megatron_fsdp or given.use_torch_fsdp2),
+        fused_ce=config,
         distributed_optimizer=given.use_distributed_optimizer,
         gradient_bytes=2 if low else 4,
-        state_bytes=_state_bytes(given, dtype),
-        # Megatron steps with fp32 gradients.
-        step_bytes=4 if low and not given.use_precision_aware_optimizer else 0,
+        state_bytes=states,
+        step_bytes=4 if low and not aware else 0,  # Megatron steps with fp32 gradients
     )
-
-
-def _micro_batches(given: argparse.Namespace, parallel: Parallel) -> int | None:
-    batch, at_once = given.global_batch_size, given.micro_batch_size * parallel.data
-    if batch is None:
-        return None
-    if batch % at_once:
-        raise ValueError(
-            f"--global-batch-size {batch} cannot be divided into micro-batches of "
-            f"{given.micro_batch_size} on {parallel.data} data-parallel ranks: give a multiple of {at_once}"
-        )
-    return int(batch // at_once)
-
-
-def _recompute(given: argparse.Namespace) -> Recompute:
-    granularity = "selective" if given.recompute_activations else given.recompute_granularity
-    if granularity is None:
-        return Recompute()
-    if granularity == "full":
-        return Recompute(
-            full=True, num_layers=given.recompute_num_layers, block=given.recompute_method == "block"
-        )
-    return Recompute(modules=tuple(given.recompute_modules or ("core_attn",)))
-
-
-def _state_bytes(given: argparse.Namespace, dtype: str) -> int:
-    """Main weights and both moments of a parameter."""
-    if given.use_precision_aware_optimizer:
-        names = (given.main_params_dtype, given.exp_avg_dtype, given.exp_avg_sq_dtype)
-        return sum(_DTYPE_BYTES[name] for name in names)
-    return 8 if dtype == "float32" else 12
-
-
-def _low_gradients(given: argparse.Namespace, dtype: str) -> bool:
-    """Whether gradients are kept in 2 bytes."""
-    if dtype == "float32":
-        return False
-    low = given.use_precision_aware_optimizer and given.main_grads_dtype != "fp32"
-    in_fp32 = dtype == "bfloat16" or given.accumulate_allreduce_grads_in_fp32
-    return bool(given.grad_reduce_in_bf16 or low or not in_fp32)
-
-
-def _fused_ce(given: argparse.Namespace) -> FusedCEConfig:
-    """The plugin's flags, as a launch would read them; the vocabulary's size is the model's."""
-    masks = given.fused_ce_mask_padded_vocab
-    asked = {**vars(given), "fused_chunked_ce": True, "fused_ce_mask_padded_vocab": False}
-    config = config_from_args(argparse.Namespace(**asked))
-    assert config is not None
-    return replace(config, true_vocab_size=given.vocab_size) if masks else config

@@ -22,6 +22,8 @@ _END = "-------------------- end of arguments ---------------------"
 _ARGUMENT = re.compile(r"  (\w+) (\.*) ?(.*)$")
 _VOCABULARY = re.compile(r"> padded vocab \(size: (\d+)\)")
 _PEAK = re.compile(r"memory \(MB\) \| allocated: [\d.]+ \| max allocated: ([\d.]+) \|")
+#: Only a launch by --yaml-cfg prints it.
+_YAML = "language_model"
 _OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|CUDA out of memory")
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "uint8": "fp8"}
 
@@ -31,8 +33,7 @@ class _Run:
     """One block of arguments, and what its run printed after it."""
 
     begins: int
-    #: destination -> value as printed
-    values: dict[str, str] = field(default_factory=dict)
+    values: dict[str, str] = field(default_factory=dict)  # as printed, by destination
     whole: bool = False
     vocab_size: str | None = None
     peak_mib: float = 0
@@ -50,24 +51,21 @@ def of_log(text: str, actions: Sequence[Action]) -> TrainingLaunch:
     """
     runs = _runs(text)
     wanted = [action for action in actions if action.dest != "help"]
-    for run in runs:
-        run.whole = run.whole and not _lost(run.values, wanted) and "language_model" not in run.values
-    whole = [run for run in runs if run.whole]
+    needed = ["world_size", *(action.dest for action in wanted if not _may_lack(action.dest))]
+    whole = [run for run in runs if run.whole and {*needed} <= run.values.keys() and _YAML not in run.values]
     if not whole:
-        raise ValueError(_why_none(runs, wanted))
+        raise ValueError(_why_none(runs, needed))
     run, notes = whole[-1], []
     if len(runs) > 1:
+        which = "the last." if run is runs[-1] else "the last that is whole."
         notes = [
-            f"The log has {len(runs)} blocks of arguments: this is the one from line {run.begins}"
-            + (", the last." if run is runs[-1] else ", the last that is whole.")
+            f"The log has {len(runs)} blocks of arguments: this is the one from line {run.begins}, {which}"
         ]
-    values = dict(run.values)
-    values["vocab_size"] = run.vocab_size or _vocabulary(values)
+    values = {**run.values, "vocab_size": run.vocab_size or _vocabulary(run.values)}
     if values.get("group_query_attention") != "True":
         values["num_query_groups"] = "None"  # printed, and without effect
-    words = [word for action in wanted for word in _words(action, _printed(action, values))]
     return TrainingLaunch(
-        tuple(words),
+        tuple(word for action in wanted for word in _words(action, values)),
         int(values["world_size"]),
         notes=tuple(notes),
         measured_bytes=round(run.peak_mib * 2**20) or None,
@@ -79,9 +77,9 @@ def of_log(text: str, actions: Sequence[Action]) -> TrainingLaunch:
 def _runs(text: str) -> list[_Run]:
     runs: list[_Run] = []
     inside = False
-    for number, line in enumerate(text.splitlines(), 1):
+    for row, line in enumerate(text.splitlines(), 1):
         if line.rstrip().endswith(_BEGIN):
-            runs.append(_Run(number))
+            runs.append(_Run(row))
             inside = True
         elif not runs:
             continue
@@ -100,27 +98,23 @@ def _runs(text: str) -> list[_Run]:
     return runs
 
 
-def _of_plugin(action: Action) -> bool:
-    """Whether a log may lack it: the plugin's, this plan's, not of every version; or Megatron deletes it."""
-    known = arguments().get(action.dest)
-    return known is None or "." in known.defaults or action.dest == "recompute_activations"
+def _may_lack(name: str) -> bool:
+    """Whether a log may: the plugin's, this plan's, not of every version; or Megatron deletes it."""
+    known = arguments().get(name)
+    return known is None or "." in known.defaults or name == "recompute_activations"
 
 
-def _lost(values: Mapping[str, str], wanted: Sequence[Action]) -> list[str]:
-    names = [action.dest for action in wanted if not _of_plugin(action) and action.dest not in values]
-    return [*names, *(name for name in ("world_size",) if name not in values)]
-
-
-def _why_none(runs: Sequence[_Run], wanted: Sequence[Action]) -> str:
+def _why_none(runs: Sequence[_Run], needed: Sequence[str]) -> str:
     if not runs:
         return f'no line "{_BEGIN}": it is in the output of rank 0, at the start of the run'
-    if "language_model" in runs[-1].values:
+    run = runs[-1]
+    if _YAML in run.values:
         return "a launch by --yaml-cfg, whose log has other names, is not read: give Megatron's arguments"
-    lost = _lost(runs[-1].values, wanted)
+    lost = [name for name in (*needed[1:], needed[0]) if name not in run.values]
+    what = f"{', '.join(lost[:3])}{' ...' if len(lost) > 3 else ''}" if lost else "no end"
     return (
-        f"the block of arguments from line {runs[-1].begins} is cut off or has lost lines"
-        + (f" ({', '.join(lost[:3])}{' ...' if len(lost) > 3 else ''})" if lost else " (no end)")
-        + ": give a log with all of it"
+        f"the block of arguments from line {run.begins} is cut off or has lost lines ({what}): give a log "
+        "with all of it"
     )
 
 
@@ -132,13 +126,10 @@ def _vocabulary(values: Mapping[str, str]) -> str:
     return size if size != "None" else values.get("padded_vocab_size", "None")
 
 
-def _printed(action: Action, values: Mapping[str, str]) -> str:
+def _words(action: Action, values: Mapping[str, str]) -> list[str]:
+    """The words that give an argument's printed value on a command line."""
     names = (action.dest, *(name.strip("-").replace("-", "_") for name in action.option_strings))
-    return next((values[name] for name in names if name in values), "None")
-
-
-def _words(action: Action, value: str) -> list[str]:
-    """The words that give ``value`` on a command line."""
+    value = next((values[name] for name in names if name in values), "None")
     flag = action.option_strings[0]
     if action.nargs == 0:
         return [flag] if value == str(action.const) else []

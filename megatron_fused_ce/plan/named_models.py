@@ -13,32 +13,22 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class NamedModel:
-    #: billions of parameters as published, multi-token prediction not counted, and where
+class NamedModel(NamedTuple):
+    """A line of the file."""
+
+    #: billions of parameters as published; with a star the checkpoint's, which counts multi-token prediction
+    #: and its copies of embedding and head
     published: str
     source: str
-    #: Megatron's
-    arguments: str
-    #: the figure (with a star in the file) is the checkpoint's: with multi-token prediction, whose copies of
-    #: embedding and head count
-    with_prediction: bool = False
+    arguments: str  # Megatron's
 
 
-def _read() -> dict[str, NamedModel]:
-    lines = Path(__file__).with_name("models.tsv").read_text().splitlines()
-    rows = (line.split("\t") for line in lines)
-    return {
-        name: NamedModel(published.rstrip("*"), source, arguments, published.endswith("*"))
-        for name, published, source, arguments in rows
-    }
-
-
-MODELS = _read()
+_LINES = (line.split("\t") for line in Path(__file__).with_name("models.tsv").read_text().splitlines())
+MODELS = {name: NamedModel(*cells) for name, *cells in _LINES}
 
 
 def known_name(text: str, names: Collection[str] = tuple(MODELS)) -> str:

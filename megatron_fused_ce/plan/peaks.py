@@ -51,8 +51,7 @@ class Estimate:
     """A step with one way of computing the loss."""
 
     head: HeadMemory
-    #: the worst of each kind, largest first
-    moments: tuple[Moment, ...]
+    moments: tuple[Moment, ...]  # the worst of each kind, largest first
 
     @property
     def bound(self) -> Moment:
@@ -68,13 +67,12 @@ class Estimate:
 
 def estimate(setting: Setting, head: HeadMemory, *, last_stage: bool = False) -> Estimate:
     """The largest moment of each kind over all stages, or of the last one alone."""
+    stages = statics.stages(setting)[-1 if last_stage else 0 :]
     worst: dict[str, Moment] = {}
-    for stage in statics.stages(setting)[-1 if last_stage else 0 :]:
-        for moment in _moments(setting, stage, head):
-            if moment.name not in worst or moment.total > worst[moment.name].total:
-                worst[moment.name] = moment
-    ordered = sorted(worst.values(), key=lambda moment: moment.total, reverse=True)
-    return Estimate(head, tuple(ordered))
+    for moment in (moment for stage in stages for moment in _moments(setting, stage, head)):
+        if moment.name not in worst or moment.total > worst[moment.name].total:
+            worst[moment.name] = moment
+    return Estimate(head, tuple(sorted(worst.values(), key=lambda moment: moment.total, reverse=True)))
 
 
 def _moments(setting: Setting, stage: Stage, head: HeadMemory) -> Iterator[Moment]:
@@ -100,7 +98,7 @@ class Activations:
     """Bytes that the layers of one stage keep, and that their backward needs."""
 
     def __init__(self, setting: Setting, stage: Stage) -> None:
-        self.setting, self.stage = setting, stage
+        self.setting, self.stage, self.recompute = setting, stage, setting.training.recompute
         self.kinds = blocks.kinds(setting)
         self.row = blocks.row_bytes(setting)
         predicted = setting.model.mtp_num_layers if stage.last else 0
@@ -133,25 +131,20 @@ class Activations:
 
     def _other_chunks(self) -> float:
         """Chunks of other micro-batches, and earlier ones of this, that wait; embeddings' masks."""
-        in_flight, chunks = self._in_flight(), self.stage.chunks
-        largest = max(sum(self._kept_by_layer(chunk)) for chunk in chunks)
-        masks = 0.0
-        if self.stage.first and self.setting.training.hidden_dropout:
-            mask = blocks.MASK * self.setting.model.hidden_size / self.setting.parallel.sequence_parts
-            masks = mask * -(-in_flight // len(chunks))
-        return (in_flight - 1) * largest + masks
-
-    def _in_flight(self) -> int:
-        """Chunks whose backward has not run, at most, in Megatron's 1F1B schedules."""
         parallel, micro_batches = self.setting.parallel, self.setting.training.num_micro_batches
-        behind = parallel.pipeline - self.stage.index - 1
-        held = behind + 1
-        if parallel.chunks > 1:
-            held = 2 * behind + (parallel.chunks - 1) * parallel.pipeline + 1
-        return held if micro_batches is None else min(held, micro_batches * parallel.chunks)
+        # Chunks whose backward has not run, at most, in Megatron's 1F1B schedules.
+        behind, chunks = parallel.pipeline - self.stage.index - 1, parallel.chunks
+        in_flight = behind + 1 if chunks == 1 else 2 * behind + (chunks - 1) * parallel.pipeline + 1
+        if micro_batches is not None:
+            in_flight = min(in_flight, micro_batches * chunks)
+        held = (in_flight - 1) * max(sum(self._kept_by_layer(chunk)) for chunk in self.stage.chunks)
+        if self.stage.first and self.setting.training.hidden_dropout:
+            mask = blocks.MASK * self.setting.model.hidden_size / parallel.sequence_parts
+            held += mask * -(-in_flight // len(self.stage.chunks))
+        return held
 
     def _kept_by_layer(self, chunk: tuple[str, ...]) -> list[float]:
-        recompute, kept = self.setting.training.recompute, []
+        recompute, kept = self.recompute, []
         for index, layer in enumerate(chunk):
             if self._keeps_its_input_only(index):
                 begins = recompute.block or index % (recompute.num_layers or 1) == 0
@@ -161,28 +154,21 @@ class Activations:
         return kept
 
     def _keeps_its_input_only(self, index: int) -> bool:
-        recompute = self.setting.training.recompute
+        recompute = self.recompute
         return recompute.full and not (recompute.block and index >= (recompute.num_layers or 1))
 
     def _backward(self, index: int) -> float:
         """Most bytes of a layer in its backward: its blocks up to the current one, and gradients.
 
         Blocks behind the current one are freed. A recomputed layer is there as a whole, with its output and
-        the layers of its unit before it.
+        the layers of its unit before it (method uniform), beside the input that the unit kept.
         """
-        again = self._keeps_its_input_only(index)
-        layer = [self.kinds[letter] for letter in self.last[index]]
-        worst = max(
-            sum(before.whole if again else before.kept for before in layer[:place])
-            + block.whole
-            + block.backward
-            for place, block in enumerate(layer)
-        )
-        return worst + self.row + (self.row + self._unit_before(index) if again else 0.0)
-
-    def _unit_before(self, index: int) -> float:
-        """Layers of the same unit (method uniform) before this one, beside the input that it kept."""
-        recompute = self.setting.training.recompute
-        begin = index if recompute.block else index - index % (recompute.num_layers or 1)
-        letters = "".join(self.last[begin:index])
-        return sum(self.kinds[letter].whole for letter in letters) - (self.row if index > begin else 0.0)
+        again, before, worst = self._keeps_its_input_only(index), 0.0, 0.0
+        for block in (self.kinds[letter] for letter in self.last[index]):
+            worst = max(worst, before + block.whole + block.backward)
+            before += block.whole if again else block.kept
+        if not again:
+            return worst + self.row
+        begin = index if self.recompute.block else index - index % (self.recompute.num_layers or 1)
+        unit = sum(self.kinds[letter].whole for letter in "".join(self.last[begin:index]))
+        return worst + 2 * self.row + unit - (self.row if index > begin else 0.0)

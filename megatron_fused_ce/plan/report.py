@@ -14,7 +14,6 @@ from megatron_fused_ce.plan.setting import Setting
 from megatron_fused_ce.plan.static import parameters, stages, static
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
 #: Columns that nothing printed exceeds.
@@ -30,13 +29,15 @@ VERDICTS = {"fits": "yes", "tight": "tight", "does not fit": "no", "over budget"
 def as_dictionary(result: Result) -> dict[str, Any]:
     """Everything that the tables show, in bytes and tokens."""
     setting, advice = result.setting, result.advice
+    held = [static(setting, stage) for stage in stages(setting)]
+    kinds = ("weights", "gradients", "optimizer", "step")
     return {
         "decision": result.decision,
         "doubts": result.doubts,
         "uncounted": result.judged.uncounted,
         "bounded": result.judged.bounded,
         "measured": result.measured,
-        "sentences": {said.name: said.text for said in sentences(result, explain=True)},
+        "sentences": dict(sentences(result, explain=True)),
         "parameters": parameters(setting),
         "tokens_of_a_micro_batch": setting.num_tokens,
         "padded_vocab_size": setting.padded_vocab_size,
@@ -46,14 +47,8 @@ def as_dictionary(result: Result) -> dict[str, Any]:
         "capacity": advice.gpu.capacity,
         "overhead": advice.gpu.overhead,
         "stages": [
-            {
-                "parameters": held.dense + held.experts,
-                "weights": held.weights,
-                "gradients": held.gradients,
-                "optimizer": held.optimizer,
-                "step": held.step,
-            }
-            for held in (static(setting, stage) for stage in stages(setting))
+            {"parameters": one.dense + one.experts, **{kind: getattr(one, kind) for kind in kinds}}
+            for one in held
         ],
         "ways": {way.head.name: _way(way) for way in advice.ways},
         "baseline": advice.baseline.head.name,
@@ -81,42 +76,38 @@ def _way(way: Way) -> dict[str, Any]:
     }
 
 
-def show(console: Console, result: Result, explain: bool) -> None:
+def show(result: Result, explain: bool) -> None:
     """Print the answer, the table of ways and what was not counted; with ``explain`` all the rest."""
+    from rich.console import Console
+
+    console = Console()
+    console = Console(width=min(console.width, WIDTH) if console.is_terminal else WIDTH)
+    tables = _tables(result, explain)
     answer, *rest = lines(result, explain)
     console.print(answer, highlight=False, markup=False, soft_wrap=True)
-    ways, *sums = _tables(result, explain)
-    console.print()
-    console.print(ways)
+    console.print("", next(tables), sep="\n")
     for line in rest:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-    for table in sums:
-        console.print()
-        console.print(table)
+    for table in tables:
+        console.print("", table, sep="\n")
 
 
 def lines(result: Result, explain: bool = False) -> list[str]:
     """Everything that is said, wrapped: the answer as one item, with all its lines."""
-    answer, *rest = [said.text for said in sentences(result, explain)]
-    return [
-        "\n".join(_wrapped(answer)),
-        *(line for text in [*rest, *result.notes] for line in _wrapped(text)),
-    ]
+
+    def wrapped(text: str) -> list[str]:
+        indent = "    "
+        return textwrap.wrap(
+            text, TEXT_WIDTH, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
+        )
+
+    answer, *rest = [wrapped(said.text) for said in sentences(result, explain)]
+    return ["\n".join(answer), *(line for each in (*rest, *map(wrapped, result.notes)) for line in each)]
 
 
-def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(
-        text, TEXT_WIDTH, subsequent_indent="    ", break_on_hyphens=False, break_long_words=False
-    )
-
-
-def _tables(result: Result, explain: bool) -> Iterator[Table]:
-    setting, advice = result.setting, result.advice
-    yield _ways_table(result, explain)
-    if explain and not result.doubts:
-        yield _static_table(setting)
-        yield _moments_table("Without the flag", advice.baseline)
-        yield _moments_table("With the flag", advice.recommended)
+def called(way: Way) -> str:
+    """A way of computing the loss, for people."""
+    return LOSSES.get(way.head.name, way.head.name) if way.head.stock else f"{FLAG}, {way.head.name}"
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -129,9 +120,12 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def called(way: Way) -> str:
-    """A way of computing the loss, for people."""
-    return LOSSES.get(way.head.name, way.head.name) if way.head.stock else f"{FLAG}, {way.head.name}"
+def _tables(result: Result, explain: bool) -> Iterator[Table]:
+    yield _ways_table(result, explain)
+    if explain and not result.doubts:
+        yield _static_table(result.setting)
+        yield _moments_table("Without the flag", result.advice.baseline)
+        yield _moments_table("With the flag", result.advice.recommended)
 
 
 def _ways_table(result: Result, explain: bool) -> Table:
@@ -139,14 +133,13 @@ def _ways_table(result: Result, explain: bool) -> Table:
 
     ``longest`` are tokens of a sequence. Without a verdict the head alone.
     """
-    setting, advice = result.setting, result.advice
     columns = ("its memory", *(() if result.doubts else ("peak", "highest in", "fits", "longest")))
     table = _table("Ways of computing the loss, GiB a GPU", "", *columns)
     # Of 0.18 alone it is not known.
     refuse = [version > LAST_WITH_TE for version in result.versions]
     accept = [version < "0.18" or version == LAST_WITH_TE for version in result.versions]
-    for way in advice.ways:
-        asked = way.head.name == setting.training.fused_ce.strategy
+    for way in result.advice.ways:
+        asked = way.head.name == result.setting.training.fused_ce.strategy
         if not (explain or way.head.stock or asked):
             continue
         some = way.head.name == "te" and not (all(refuse) or all(accept))
@@ -161,31 +154,24 @@ def _ways_table(result: Result, explain: bool) -> Table:
 
 def _static_table(setting: Setting) -> Table:
     """Table of each stage's weights, gradients and optimizer, with bytes a parameter."""
-    training, parallel = setting.training, setting.parallel
-    over = _over(parallel.shards if training.distributed_optimizer else 1)
-    if setting.model.mixture and training.distributed_optimizer:
-        over += f"; experts{_over(parallel.expert_shards) or ' whole'}"
+    training = setting.training
+    over = ["", ""]  # of dense parameters, of experts
+    if training.distributed_optimizer:
+        ranks = [setting.parallel.shards(experts) for experts in (False, True)]
+        over = [f" / {number}" if number > 1 else "" for number in ranks]
+        over[1] = f"; experts{over[1] or ' whole'}" if setting.model.mixture else ""
     table = _table(
         "Held all the time, GiB a GPU (bytes a parameter)",
-        "stage",
-        "parameters",
-        f"weights ({setting.itemsize})",
-        f"gradients ({training.gradient_bytes})",
-        f"optimizer ({training.state_bytes:g}{over})",
-        "sum",
+        *("stage", "parameters", f"weights ({setting.itemsize})", f"gradients ({training.gradient_bytes})"),
+        *(f"optimizer ({training.state_bytes:g}{''.join(over)})", "sum"),
     )
     all_stages = [static(setting, stage) for stage in stages(setting)]
     for held, group in groupby(enumerate(all_stages), key=lambda pair: pair[1]):
-        indices = [index for index, _ in group]
-        name = str(indices[0]) if len(indices) == 1 else f"{indices[0]} to {indices[-1]}"
+        first, *others = [str(index) for index, _ in group]
+        name = f"{first} to {others[-1]}" if others else first
         cells = (held.weights, held.gradients, held.optimizer, held.total)
-        count = f"{(held.dense + held.experts) / 1e9:.3f} billion"
-        table.add_row(name, count, *map(gib, cells))
+        table.add_row(name, f"{(held.dense + held.experts) / 1e9:.3f} billion", *map(gib, cells))
     return table
-
-
-def _over(ranks: int) -> str:
-    return f" / {ranks}" if ranks > 1 else ""
 
 
 def _moments_table(title: str, way: Way) -> Table:

@@ -31,12 +31,9 @@ class Mixture:
     topk: int
     ffn_hidden_size: int
     shared_ffn_hidden_size: int
-    #: one entry a layer: whether its MLP is a mixture
-    layers: tuple[bool, ...]
-    #: whether tokens are gathered from all ranks of the experts, and each takes its own
-    gathers: bool = False
-    #: tokens that a rank's experts are sent, over an even spread's
-    load: float = 1
+    layers: tuple[bool, ...]  # of each layer: whether its MLP is a mixture
+    gathers: bool = False  # tokens are gathered from all ranks of the experts, and each takes its own
+    load: float = 1  # tokens that a rank's experts are sent, over an even spread's
 
 
 @dataclass(frozen=True)
@@ -49,14 +46,6 @@ class StateSpace:
     num_groups: int
     conv_width: int = 4
 
-    @property
-    def inner_size(self) -> int:
-        return self.num_heads * self.head_dim
-
-    @property
-    def conv_size(self) -> int:
-        return self.inner_size + 2 * self.num_groups * self.state_dim
-
 
 @dataclass(frozen=True)
 class DecoderSizes:
@@ -65,8 +54,7 @@ class DecoderSizes:
     num_layers: int
     hidden_size: int
     num_attention_heads: int
-    #: rows of the embedding before padding
-    vocab_size: int
+    vocab_size: int  # rows of the embedding before padding
     ffn_hidden_size: int
     num_query_groups: int
     head_dim: int
@@ -76,44 +64,32 @@ class DecoderSizes:
     linear_bias: bool = True
     qkv_bias: bool = False
     qk_norm: bool = False
-    #: norms behind attention and MLP as well (Gemma 2)
-    post_norms: bool = False
-    #: rows of a learned position embedding; 0 for rotary or none
-    learned_positions: int = 0
+    post_norms: bool = False  # norms behind attention and MLP as well (Gemma 2)
+    learned_positions: int = 0  # rows of a learned position embedding; 0 for rotary or none
     rotary: bool = False
     mtp_num_layers: int = 0
     #: one letter a layer, as in ``--hybrid-layer-pattern``: ``M`` Mamba, ``*`` attention, ``-`` MLP,
     #: ``E`` experts; empty for a GPT
     pattern: str = ""
-    #: the same of one depth of multi-token prediction; empty for the last layer's kind
-    prediction_pattern: str = ""
+    prediction_pattern: str = ""  # of one depth of multi-token prediction; empty for the last layer's kind
     latent: Latent | None = None
     mixture: Mixture | None = None
     state_space: StateSpace | None = None
 
     def __post_init__(self) -> None:
-        if self.num_attention_heads % self.num_query_groups:
+        heads, groups, mixture = self.num_attention_heads, self.num_query_groups, self.mixture
+        if heads % groups:
             raise ValueError(
-                f"{self.num_attention_heads} attention heads cannot be divided into "
-                f"{self.num_query_groups} query groups: give --num-query-groups a divisor of them"
+                f"{heads} attention heads cannot be divided into {groups} query groups: give "
+                "--num-query-groups a divisor of them"
             )
-        if self.pattern and len(self.pattern) != self.num_layers:
+        if mixture and not 1 <= mixture.topk <= mixture.num_experts:
             raise ValueError(
-                f"the hybrid pattern has {len(self.pattern)} layers and --num-layers says "
-                f"{self.num_layers}: leave out --num-layers"
+                f"--moe-router-topk {mixture.topk} of {mixture.num_experts} experts: give 1 or more, and no "
+                "more than there are"
             )
-        if self.mixture and not 1 <= self.mixture.topk <= self.mixture.num_experts:
-            raise ValueError(
-                f"--moe-router-topk {self.mixture.topk} of {self.mixture.num_experts} experts: "
-                "give 1 or more, and no more than there are"
-            )
-        if self.mixture and len(self.mixture.layers) != self.num_layers:
-            raise ValueError(f"--moe-layer-freq lists {len(self.mixture.layers)} layers of {self.num_layers}")
-
-    @property
-    def gates(self) -> int:
-        """Parts of an MLP's first product."""
-        return 2 if self.gated else 1
+        if mixture and len(mixture.layers) != self.num_layers:
+            raise ValueError(f"--moe-layer-freq lists {len(mixture.layers)} layers of {self.num_layers}")
 
     @property
     def norm_size(self) -> int:
@@ -132,55 +108,50 @@ class Parallel:
     expert: int = 1
     expert_tensor: int = 1
     sequence: bool = False
-    #: model chunks of a pipeline stage (virtual stages)
-    chunks: int = 1
-    #: layers of the first and of the last stage where they differ from the others
-    first_stage_layers: int | None = None
+    chunks: int = 1  # model chunks of a pipeline stage (virtual stages)
+    first_stage_layers: int | None = None  # where they differ from the others'
     last_stage_layers: int | None = None
-    #: layers of each model chunk in the order of the model, where a layout names them
-    layout: tuple[int, ...] = ()
+    layout: tuple[int, ...] = ()  # layers of each model chunk in the model's order, where they are named
     #: whether embedding and loss count as a layer each, of the first and of the last chunk
     ends_count: tuple[bool, bool] = (False, False)
-    #: instances of the distributed optimizer, each of which has all of it
-    optimizer_instances: int = 1
+    optimizer_instances: int = 1  # of the distributed optimizer, each of which has all of it
 
     def __post_init__(self) -> None:
         model = self.tensor * self.pipeline * self.context
-        if self.gpus % model:
-            raise ValueError(
-                f"{self.gpus} GPUs cannot be divided into groups of {model} (TP {self.tensor} x PP "
-                f"{self.pipeline} x CP {self.context}): give --gpus a multiple of {model}"
-            )
         experts = self.expert * self.expert_tensor * self.pipeline
-        if self.gpus % experts:
-            raise ValueError(
-                f"{self.gpus} GPUs cannot be divided into groups of {experts} (EP {self.expert} x expert "
-                f"TP {self.expert_tensor} x PP {self.pipeline}): give --gpus a multiple of {experts}"
-            )
+        of_model = f"TP {self.tensor} x PP {self.pipeline} x CP {self.context}"
+        of_experts = f"EP {self.expert} x expert TP {self.expert_tensor} x PP {self.pipeline}"
+        for ranks, product in ((model, of_model), (experts, of_experts)):
+            if self.gpus % ranks:
+                raise ValueError(
+                    f"{self.gpus} GPUs cannot be divided into groups of {ranks} ({product}): give --gpus a "
+                    f"multiple of {ranks}"
+                )
         if self.chunks > 1 and self.pipeline == 1:
             raise ValueError("virtual pipeline stages need --pipeline-model-parallel-size above 1")
 
     def chunk_layers(self, num_layers: int) -> list[int]:
         """Layers of each model chunk, in the order of the model. ``ValueError`` where they do not divide."""
-        if self.layout:
-            if sum(self.layout) != num_layers or len(self.layout) != self.pipeline * self.chunks:
-                raise ValueError(
-                    f"--pipeline-model-parallel-layout has {sum(self.layout)} layers in {len(self.layout)} "
-                    f"parts; there are {num_layers} layers and {self.pipeline} stages: change one of them"
-                )
+        layers, parts = sum(self.layout), len(self.layout)
+        if self.layout and (layers, parts) == (num_layers, self.pipeline * self.chunks):
             return list(self.layout)
-        ends = {0: self.first_stage_layers, self.pipeline - 1: self.last_stage_layers}
-        given = {stage: layers for stage, layers in ends.items() if layers is not None}
-        counted = num_layers + sum(self.ends_count)
-        rest, others = counted - sum(given.values()), self.pipeline - len(given)
-        stages = [given.get(stage, rest // max(1, others)) for stage in range(self.pipeline)]
-        if sum(stages) != counted or any(n < 1 or n % self.chunks for n in stages):
+        if self.layout:
             raise ValueError(
-                f"{num_layers} layers cannot be divided into {self.pipeline} pipeline stages"
-                + (f" of {self.chunks} virtual ones each" if self.chunks > 1 else "")
-                + ": give --decoder-last-pipeline-num-layers, or another number of stages"
+                f"--pipeline-model-parallel-layout has {layers} layers in {parts} parts; there are "
+                f"{num_layers} layers and {self.pipeline} stages: change one of them"
             )
-        chunks = [layers // self.chunks for layers in stages] * self.chunks
+        ends = {0: self.first_stage_layers, self.pipeline - 1: self.last_stage_layers}
+        given = {stage: number for stage, number in ends.items() if number is not None}
+        counted = num_layers + sum(self.ends_count)
+        a_stage = (counted - sum(given.values())) // max(1, self.pipeline - len(given))
+        stages = [given.get(stage, a_stage) for stage in range(self.pipeline)]
+        if sum(stages) != counted or any(n < 1 or n % self.chunks for n in stages):
+            virtual = f" of {self.chunks} virtual ones each" if self.chunks > 1 else ""
+            raise ValueError(
+                f"{num_layers} layers cannot be divided into {self.pipeline} pipeline stages{virtual}: give "
+                "--decoder-last-pipeline-num-layers, or another number of stages"
+            )
+        chunks = [number // self.chunks for number in stages] * self.chunks
         chunks[0] -= self.ends_count[0]
         chunks[-1] -= self.ends_count[1]
         return chunks
@@ -194,14 +165,10 @@ class Parallel:
         """``p``: ranks over which norms, residuals and dropout are divided."""
         return self.tensor if self.sequence else 1
 
-    @property
-    def shards(self) -> int:
-        """Ranks over which a distributed optimizer divides a dense parameter."""
-        return max(1, self.data * self.context // self.optimizer_instances)
-
-    @property
-    def expert_shards(self) -> int:
-        ranks = self.gpus // (self.expert * self.expert_tensor * self.pipeline)
+    def shards(self, experts: bool) -> int:
+        """Ranks over which a distributed optimizer divides a parameter, of experts or a dense one."""
+        of_experts = self.gpus // (self.expert * self.expert_tensor * self.pipeline)
+        ranks = of_experts if experts else self.data * self.context
         return max(1, ranks // self.optimizer_instances)
 
 
@@ -209,14 +176,12 @@ class Parallel:
 class Recompute:
     """Which activations are computed again in the backward."""
 
-    #: every layer keeps its input only
-    full: bool = False
+    full: bool = False  # every layer keeps its input only
     #: layers between two kept inputs (method uniform), or layers of a chunk that keep only their input
     #: (method block); None for all, one by one
     num_layers: int | None = None
     block: bool = False
-    #: of :data:`RECOMPUTE_MODULES`
-    modules: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()  # of RECOMPUTE_MODULES
 
 
 @dataclass(frozen=True)
@@ -225,28 +190,22 @@ class StepSettings:
 
     sequence: int
     micro_batch: int = 1
-    #: of one step and data-parallel rank; None for as many as the pipeline can hold
-    num_micro_batches: int | None = None
+    num_micro_batches: int | None = None  # of a step and data-parallel rank; None: as the pipeline can hold
     dtype: str = "bfloat16"
     recompute: Recompute = Recompute()
-    #: whether the optimizer's states are divided over data-parallel ranks (Megatron's distributed optimizer)
-    distributed_optimizer: bool = True
+    distributed_optimizer: bool = True  # divides the optimizer's states over data-parallel ranks
     #: of one parameter: its gradient; main weight and both moments; what one step adds for each of the shard
     #: (fp32 gradients where they are kept in a lower precision)
     gradient_bytes: int = 4
     state_bytes: float = 12
     step_bytes: int = 0
-    #: Transformer Engine's layers; without them attention keeps its scores
     transformer_engine: bool = True
-    flash_attention: bool = True
-    #: queries and keys are rotated by one kernel
-    rope_fusion: bool = True
+    flash_attention: bool = True  # without it attention keeps its scores
+    rope_fusion: bool = True  # queries and keys are rotated by one kernel
     attention_dropout: bool = False
     hidden_dropout: bool = False
-    #: a [s, s] mask of bytes on the GPU (Megatron makes one unless told not to)
-    attention_mask: bool = False
-    #: weight gradients go straight into ``main_grad``
-    gradient_fusion: bool = True
+    attention_mask: bool = False  # [s, s] bytes on the GPU (Megatron makes one unless told not to)
+    gradient_fusion: bool = True  # weight gradients go straight into main_grad
     fused_ce: FusedCEConfig = field(default_factory=FusedCEConfig)
 
 
@@ -257,12 +216,9 @@ class Setting:
     model: DecoderSizes
     parallel: Parallel
     training: StepSettings
-    #: rows of the vocabulary that the padded size is a multiple of, times the tensor-parallel size
-    vocab_divisor: int = 128
-    #: rows of the padded vocabulary, where a launch names them
-    padded_vocab: int | None = None
-    #: bytes that a measured run held more (or fewer) than its plan
-    beside: int = 0
+    vocab_divisor: int = 128  # the padded vocabulary is a multiple of it times the tensor-parallel size
+    padded_vocab: int | None = None  # where a launch names it
+    beside: int = 0  # bytes that a measured run held more (or fewer) than its plan
 
     def __post_init__(self) -> None:
         model, parallel, training = self.model, self.parallel, self.training
@@ -286,10 +242,8 @@ class Setting:
     @cached_property
     def padded_vocab_size(self) -> int:
         """As Megatron pads it: to a multiple of the divisor times the tensor-parallel size."""
-        if self.padded_vocab:
-            return self.padded_vocab
         multiple = self.vocab_divisor * self.parallel.tensor
-        return -(-self.model.vocab_size // multiple) * multiple
+        return self.padded_vocab or -(-self.model.vocab_size // multiple) * multiple
 
     @property
     def itemsize(self) -> int:
@@ -310,13 +264,12 @@ class Setting:
     def not_measured(self) -> list[str]:
         """What no launch was measured with: its bytes are derived from code alone (docs/plan.md)."""
         model, parallel, training = self.model, self.parallel, self.training
-        mlps = not model.pattern or "-" in model.pattern
         kinds = {
             "experts": model.mixture,
             "latent attention": model.latent,
             "Mamba mixers": model.state_space,
             "learned positions": model.learned_positions,
-            "MLPs without a gate": mlps and not model.gated,
+            "MLPs without a gate": not model.gated and "-" in (model.pattern or "-"),
             "norms behind attention and MLP": model.post_norms,
             training.dtype: training.dtype != "bfloat16",
             "selective recomputation": set(training.recompute.modules) - {"core_attn"},

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from itertools import chain
 
 from megatron_fused_ce.plan import blocks
 from megatron_fused_ce.plan.blocks import Weight
@@ -28,20 +27,20 @@ class Stage:
     """One pipeline stage: which layers, and whether embedding and head are on it."""
 
     index: int
-    #: model chunks, each with its layers' letters, in the order in which they are computed
-    chunks: tuple[tuple[str, ...], ...]
+    chunks: tuple[tuple[str, ...], ...]  # model chunks in the order of the forward, each with layers' letters
     first: bool
     last: bool
 
 
 def stages(setting: Setting) -> list[Stage]:
     """The pipeline stages: chunk by chunk, each stage takes its layers in turn."""
-    parallel, rest = setting.parallel, iter(blocks.layers(setting.model))
-    held: list[list[tuple[str, ...]]] = [[] for _ in range(parallel.pipeline)]
-    for index, size in enumerate(parallel.chunk_layers(setting.model.num_layers)):
-        held[index % parallel.pipeline].append(tuple(next(rest) for _ in range(size)))
-    last = parallel.pipeline - 1
-    return [Stage(index, tuple(chunks), index == 0, index == last) for index, chunks in enumerate(held)]
+    rest, pipeline = iter(blocks.layers(setting.model)), setting.parallel.pipeline
+    sizes = setting.parallel.chunk_layers(setting.model.num_layers)
+    chunks = [tuple(next(rest) for _ in range(size)) for size in sizes]
+    return [
+        Stage(index, tuple(chunks[index::pipeline]), index == 0, index == pipeline - 1)
+        for index in range(pipeline)
+    ]
 
 
 def stage_weights(setting: Setting, stage: Stage) -> Counter[Weight]:
@@ -58,11 +57,10 @@ def stage_weights(setting: Setting, stage: Stage) -> Counter[Weight]:
         found[Weight((model.norm_size,))] += 1
         # Tied weights: the last stage has a copy. And the embedding, for predicted tokens.
         found[table] += (not model.tied or not stage.first) + (predicts > 0 and not stage.first)
-    letters = Counter(chain.from_iterable(chain.from_iterable(stage.chunks)))
     for _ in range(predicts):
-        letters.update(blocks.prediction_layer(model))
         found.update(blocks.prediction_weights(model))
-    for letter, times in letters.items():
+    letters = "".join("".join(chunk) for chunk in stage.chunks) + predicts * blocks.prediction_layer(model)
+    for letter, times in Counter(letters).items():
         for weight in kinds[letter].weights:
             found[weight] += times
     return found
@@ -80,14 +78,12 @@ def parameters(setting: Setting) -> int:
 class Static:
     """Bytes on one GPU of a stage."""
 
-    #: parameters of this rank: dense ones, and those of experts
-    dense: int
+    dense: int  # parameters of this rank
     experts: int
     weights: int
     gradients: int
     optimizer: int
-    #: only while the optimizer steps
-    step: int
+    step: int  # only while the optimizer steps
 
     @property
     def total(self) -> int:
@@ -96,19 +92,18 @@ class Static:
 
 def static(setting: Setting, stage: Stage) -> Static:
     """Weights, gradients and optimizer of one rank of ``stage``."""
-    counts = {True: 0, False: 0}
+    counts = {True: 0, False: 0}  # of experts or not
     for weight, often in stage_weights(setting, stage).items():
         counts[weight.experts > 0] += often * weight.local_count(setting)
-    experts, dense = counts[True], counts[False]
-    training, parallel = setting.training, setting.parallel
-    shared: float = dense + experts
+    training, count = setting.training, sum(counts.values())
+    shared: float = count
     if training.distributed_optimizer:
-        shared = dense / parallel.shards + experts / parallel.expert_shards
+        shared = sum(counts[experts] / setting.parallel.shards(experts) for experts in (False, True))
     return Static(
-        dense=dense,
-        experts=experts,
-        weights=setting.itemsize * (dense + experts),
-        gradients=training.gradient_bytes * (dense + experts),
+        dense=counts[False],
+        experts=counts[True],
+        weights=setting.itemsize * count,
+        gradients=training.gradient_bytes * count,
         optimizer=round(training.state_bytes * shared),
         step=round(training.step_bytes * shared),
     )
@@ -124,7 +119,7 @@ def dummy_gradients(setting: Setting, stage: Stage) -> int:
         return 0
     weights = stage_weights(setting, stage)
     shapes = {weight.local_shape(setting) for weight in weights if len(weight.shape) == 2 and weight.divided}
-    if not stage.last and stage.first:
+    if stage.first and not stage.last:
         # An embedding has no product.
         shapes.discard((setting.vocab_rows, setting.model.hidden_size))
     return sum(setting.itemsize * rows * columns for rows, columns in shapes)
@@ -144,13 +139,11 @@ def libraries(setting: Setting, *, stock_head: bool) -> int:
         held += blocks.FP32 * model.head_dim * training.sequence // parallel.context
     if training.attention_mask:
         held += training.micro_batch * training.sequence**2
-    uses = [0]
+    a_token = [0.0]
     if not training.flash_attention:
-        heads = model.num_attention_heads // parallel.tensor
-        uses.append(setting.itemsize * heads * training.sequence * setting.num_tokens)
+        a_token.append(setting.itemsize * model.num_attention_heads // parallel.tensor * training.sequence)
     if stock_head or not training.transformer_engine:
-        uses.append(round(blocks.gathered_row(setting) * setting.num_tokens))
+        a_token.append(blocks.gathered_row(setting))
     if model.mixture and model.mixture.gathers:
-        ranks = parallel.expert * parallel.expert_tensor
-        uses.append(round(blocks.row_bytes(setting) * setting.num_tokens * ranks))
-    return held + max(uses)
+        a_token.append(blocks.row_bytes(setting) * parallel.expert * parallel.expert_tensor)
+    return held + round(max(a_token) * setting.num_tokens)

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Everything that crosses ranks: collectives, the agreement of the ranks, and names for a profile."""

@@ -1,4 +1,4 @@
-"""Whether the ranks of a group were called alike: compared at a head's first call, and remembered."""
+"""Compares the calls of a group's ranks, at the first call of each head, and remembers what they settled."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from megatron_fused_ce.ranks.collectives import _all_gather, collective_device, 
 
 
 def compare_numbers(per_token: Mapping[str, object], group: dist.ProcessGroup | None) -> None:
-    """Raise on every rank where the numbers of a tensor differ between ranks. The host waits.
+    """Raise on every rank if the numbers in a tensor differ between ranks. The host waits.
 
     Args:
-        per_token: tensors by name, their shapes and dtypes the same on every rank; all else is left out.
+        per_token: values by name. Tensors among them are compared; their shapes and dtypes must be equal on
+            every rank already.
 
     Collectives: one MAX all-reduce of two fp64 a number (R > 1), but none while a CUDA graph is captured.
 
@@ -56,38 +57,36 @@ class Shard(NamedTuple):
 class Settled(NamedTuple):
     """The values that the ranks of a group agreed on for one head."""
 
-    #: Name of a rank-dependent number -> the largest over all ranks.
-    facts: dict[str, int]
+    facts: dict[str, int]  # name of a number that depends on the rank -> the largest over all ranks
     shard_sizes: tuple[int, ...]  # vocabulary rows of each rank
-    starts: tuple[int, ...] = ()  # their first global ids, if the callers gave them
+    starts: tuple[int, ...] = ()  # first global id of each rank's rows, if the callers gave them
 
 
 @dataclass
 class GroupHistory:
-    """Record of the head's calls over one group; the same on all its ranks, except ``specs``."""
+    """Record of all calls over one group; the same on all its ranks, except ``specs``."""
 
-    #: Whether the shards of any call were of unequal sizes.
+    #: whether any call had shards of unequal sizes
     unequal: bool = False
-    #: Head -> the values that its ranks agreed on at the last call that compared.
+    #: head -> the values that the ranks agreed on at the last call that they compared
     heads: dict[Hashable, Settled] = field(default_factory=dict)
-    #: Kind of call -> its :class:`.head.spec.Spec`.
+    #: kind of call -> its :class:`.head.spec.Spec`
     specs: dict[Hashable, Any] = field(default_factory=dict)
-    #: Heads whose upstream gradient was not what its token weights promised. Their plans are others, so that
-    #: a head must be the same value on every rank.
+    #: Heads that broke the promise of their token weights, and have other plans since. The key of a head must
+    #: be equal on every rank.
     broken: set[Hashable] = field(default_factory=set)
 
     def compares(self, head: Hashable | None, every_call: bool) -> bool:
-        """Whether the ranks must compare this call's arguments; the same answer on every rank.
+        """Whether the ranks must compare the arguments of this call; the same answer on every rank.
 
-        They compare a group's first call, whatever its shapes, so that all take part and the check itself
-        cannot hang; then each head's first call; and, once they have seen shards of unequal sizes, every
-        call: the next head's shards may be cut differently, and a rank with as many rows as before could not
-        tell. They never compare while a CUDA graph is captured, but at the next call outside. With
-        ``every_call``, which must be given on all ranks, they always do.
+        They compare the first call of a group, whatever its shapes, so that all take part and the comparison
+        itself cannot hang; then the first call of each head. Once they have seen shards of unequal sizes they
+        compare every call: the shards of the next head may be cut differently, and a rank that has as many
+        rows as before could not tell. They do not compare while a CUDA graph is captured; the next call
+        outside does. With ``every_call``, which must be given on all ranks, they always compare.
 
         Args:
-            head: values that identify the head and are the same on every rank (its shards have one size);
-                None if this rank's weight does not fit its hidden states.
+            head: key of the head, equal on every rank; None if this rank's weight is no matrix.
         """
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return False
@@ -96,18 +95,19 @@ class GroupHistory:
         return head is not None and head not in self.heads
 
     def remember(self, head: Hashable | None, settled: Settled) -> None:
-        """Remember what the ranks agreed on for a head; it holds for all its calls from now on."""
+        """Remember what the ranks agreed on for a head, for all its later calls."""
         self.unequal = self.unequal or len(set(settled.shard_sizes)) > 1
         if self.heads.get(head) != settled:
             self.forget_specs()  # they were made with the old values
         self.heads[head] = settled
 
     def forget_specs(self) -> None:
+        """Drop all specs; later calls make theirs anew."""
         with _keeping:
             self.specs.clear()
 
     def keep(self, key: Hashable, spec: Any, most: int) -> None:
-        """Keep a spec, at the cost of the oldest one where there are ``most``."""
+        """Keep a spec; drop the oldest if there are ``most`` already."""
         with _keeping:
             while len(self.specs) >= most:
                 del self.specs[next(iter(self.specs))]
@@ -115,19 +115,15 @@ class GroupHistory:
 
 
 _keeping = threading.Lock()
-
-
 _histories: WeakKeyDictionary[dist.ProcessGroup, GroupHistory] = WeakKeyDictionary()
-
-
 _without_group = GroupHistory()
 
 
 def history_of(group: dist.ProcessGroup | None) -> GroupHistory:
-    """The history of this group, by the group object: names and ids of destroyed groups are reused.
+    """The history of a group, found by the group object: names and ids of destroyed groups are reused.
 
     Raises:
-        TypeError: it is no group; on this rank alone, which has no group to tell.
+        TypeError: ``group`` is no process group. Other ranks cannot be told without one.
     """
     if group is None:
         return _without_group
@@ -143,17 +139,13 @@ def history_of(group: dist.ProcessGroup | None) -> GroupHistory:
 
 
 def forget() -> None:
-    """Forget all calls so far. Call it on all ranks of a group."""
+    """Forget all calls so far; to be called on all ranks of a group, in tests and benchmarks."""
     for history in (*_histories.values(), _without_group):
         history.__init__()  # type: ignore[misc]
 
 
 def check_true_vocab_size(true_vocab_size: int | None, num_rows: int) -> None:
-    """Raise if ``true_vocab_size`` is more than the rows ``num_rows`` of all shards.
-
-    Raises:
-        ValueError: names both numbers.
-    """
+    """Raise ValueError if ``true_vocab_size`` exceeds ``num_rows``, the rows of all shards together."""
     if (true_vocab_size or 0) > num_rows:
         raise ValueError(
             f"true_vocab_size is {true_vocab_size}, and the vocabulary has {num_rows} rows over all ranks; "
@@ -169,24 +161,24 @@ def compare(
     true_vocab_size: int | None,
     error: Exception | None,
 ) -> Settled:
-    """Compare one call over the ranks: raise on all if one is bad or they differ, else return agreed values.
+    """Compare a call over the ranks: raise on all of them, or return the values that they settled.
 
-    Run for a head's call where :meth:`GroupHistory.compares` says so. Numbers that depend on a rank's machine
-    and memory may differ between ranks, and later between calls, but plans and collectives depend on them:
-    all ranks use the largest from then on.
+    Numbers in ``of_rank`` depend on a rank's machine and memory. They may differ, and change between calls,
+    but plans and collectives depend on them: from now on all ranks use the largest.
 
-    Collectives: one all-gather of a few int64; if a rank reports an error, one all-gather of its message, and
-    if they differ one of what differs. The host waits for each.
+    Collectives: one all-gather of a few int64; then, if a rank has an error, one of the messages, or if
+    arguments differ, one of their texts. The host waits for each.
 
     Args:
-        same: what must be equal on every rank, in words.
-        of_rank: numbers that may differ; the largest is right for all.
-        shard: this rank's; the ranks' must not overlap.
-        true_vocab_size: real tokens of the whole vocabulary, if the caller gave them.
-        error: found by this rank's own checks; all else but the names in ``of_rank`` is then ignored.
+        same: texts of all that must be equal on every rank, by name.
+        of_rank: numbers that may differ; the largest must be safe for all ranks.
+        shard: this rank's rows; those of two ranks must not overlap.
+        true_vocab_size: number of real tokens in the whole vocabulary, if the caller gave it.
+        error: found by this rank's own checks. All other arguments are then ignored, except the names in
+            ``of_rank``.
 
     Raises:
-        RankDisagreement: names what differs and each rank's value, or the rank whose input is bad.
+        RankDisagreement: names what differs, with each rank's value, or the rank whose input is bad.
         ValueError: ``true_vocab_size`` is larger than the vocabulary.
     """
     size = dist.get_world_size(group)
@@ -215,7 +207,7 @@ def compare(
 
 
 def _raise_difference(group: dist.ProcessGroup, same: dict[str, str]) -> NoReturn:
-    """Raise on every rank, with what differs first. Collectives: one all-gather of all of it."""
+    """Raise on every rank, and name the first text that differs. Collectives: one all-gather of the texts."""
     of_ranks: list[dict[str, str]] = [{} for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(of_ranks, same, group=group)
     for name in same:
@@ -229,7 +221,7 @@ def _raise_difference(group: dist.ProcessGroup, same: dict[str, str]) -> NoRetur
 
 
 def _raise_everywhere(group: dist.ProcessGroup, error: Exception | None) -> NoReturn:
-    """Raise this rank's error, or the other ranks' messages. Collectives: one all-gather of the messages."""
+    """Raise this rank's error, or the messages of other ranks. Collectives: one all-gather of messages."""
     words: list[str | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(words, str(error) if error is not None else None, group=group)
     if error is not None:

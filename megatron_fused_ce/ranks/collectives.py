@@ -1,11 +1,11 @@
-"""Everything that crosses ranks: the only module that calls a collective.
+"""Every collective of the head: gathers, the merge of statistics, sums.
 
-All collectives go over the tensor-parallel group, in the same order on every rank, whatever the data. Those
-of one of several chunks are asynchronous: on GPUs they run on one side stream of this package, behind all
-work that the current stream holds at the call, and the current stream waits where a result is read
-(:mod:`.head.buffers` decides when). The side stream has a high priority: its kernels get the first SMs that a
-running GEMM frees. Over gloo the host waits for each collective, which goes through its memory. No
-collective is left running when a forward or a backward returns, so other users of the group never meet one.
+All of them go over the tensor-parallel group, in the same order on every rank, whatever the data. If a call
+has several chunks, they run on one side stream of this package: each waits for the work that was on the
+current stream when it started, and the current stream waits for it before its result is read
+(:mod:`.head.buffers` says when). The side stream has a high priority: its kernels get the first SMs that a
+GEMM frees. Over gloo the host waits for each collective. No collective is left running when a forward or a
+backward returns, so that other users of the group never meet one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from megatron_fused_ce.losses.statistics import extra_addends, merge_extra
 
 
 class Work(Protocol):
-    """A running collective; call ``wait`` before its result is read or its input is overwritten."""
+    """A running collective; call ``wait`` before reading its result or overwriting its input."""
 
     def wait(self) -> Any: ...
 
@@ -51,7 +51,7 @@ DONE: Work = _Done()
 
 
 class BothWorks(NamedTuple):
-    """Two collectives to be waited for."""
+    """Two running collectives as one."""
 
     first: Work
     second: Work
@@ -67,7 +67,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class _OnSideStream:
-    """Waits by an event, and keeps the collective's tensors alive until then."""
+    """A collective on the side stream: ``wait`` waits for its event, and tensors are held until then."""
 
     def __init__(self, device: torch.device, held: tuple[Tensor, ...]) -> None:
         self.event: torch.cuda.Event | None = None
@@ -81,14 +81,14 @@ class _OnSideStream:
 
 
 def _coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether the backend can launch several collectives as one. NCCL can; gloo runs them one by one."""
+    """Whether the group's backend can launch several collectives as one. NCCL can; gloo cannot."""
     backend = group._get_backend(device)
     # torch before 2.7 may not have the property.
     return bool(getattr(backend, "supports_coalescing", backend.name() == "nccl"))
 
 
 class _SideStream:
-    """The stream on which the collectives of one device run."""
+    """The stream of one device on which collectives run, beside the GEMMs of the current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -96,11 +96,11 @@ class _SideStream:
         self._together: list[_OnSideStream] | None = None
 
     def start(self, collective: Callable[..., Any], tensors: tuple[Tensor, ...], **options: Any) -> Work:
+        """Start a collective behind all work of the current stream."""
         pending = _OnSideStream(self.device, tensors)
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
-            # Not async_op: torch would take it to the group's own stream, whose priority is Megatron's
-            # choice.
+            # With async_op torch would use the group's own stream, whose priority is Megatron's choice.
             collective(*tensors, async_op=False, **options)
             if self._together is None:
                 pending.event = self.stream.record_event()
@@ -110,6 +110,7 @@ class _SideStream:
 
     @contextmanager
     def coalesced(self, group: Any) -> Iterator[None]:
+        """Launch the collectives that are started inside as one, at the end."""
         if self._together is not None or not _coalesces(group, self.device):
             yield
             return
@@ -121,13 +122,14 @@ class _SideStream:
             self._together = None
             with torch.cuda.stream(self.stream):
                 work = group._end_coalescing(self.device)
-                if work is not None:  # this torch runs them on the group's own stream after all
+                if work is not None:  # this version of torch runs them on the group's own stream
                     work.wait()
                 event = self.stream.record_event()
             for pending in started:
                 pending.event = event
 
     def join(self) -> None:
+        """Let the current stream wait for everything on this one."""
         torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
 
@@ -137,7 +139,7 @@ def _side_stream(device: torch.device) -> _SideStream:
 
 
 def _start(collective: Callable[..., Any], *tensors: Tensor, beside: bool = True, **options: Any) -> Work:
-    """Start a collective on ``tensors``; on a GPU ``beside`` what follows, or on the current stream."""
+    """Start a collective on ``tensors``; on a GPU on the side stream (``beside``) or on the current one."""
     device = tensors[0].device
     if device.type != "cuda":
         return cast(Work, collective(*tensors, async_op=True, **options))
@@ -149,22 +151,19 @@ def _start(collective: Callable[..., Any], *tensors: Tensor, beside: bool = True
 
 @dataclass(frozen=True)
 class VocabParallel:
-    """The tensor-parallel group as one head sees it.
+    """The tensor-parallel group of one head, and the collectives over it."""
 
-    ``num_parts`` ranks hold different tokens of a chunk: ``R`` with sequence parallelism, else 1.
-    """
-
-    #: weak: a :class:`.head.spec.Spec` holds this, and the group's own history the spec
+    #: a weak reference, since the history of the group holds specs, and a :class:`.head.spec.Spec` this
     _group: ref[dist.ProcessGroup] | None
     size: int
     rank: int
     sequence_parallel: bool
     #: how statistics are merged: "packed" or "all_reduce"
     merge: str = "packed"
-    #: whether ``grad_hidden`` is summed over the ranks here; else by the caller
+    #: whether the head sums ``grad_hidden`` over the ranks; if not, the caller does
     reduces_grad_hidden: bool = True
-    #: Whether gathers and merges run beside GEMMs. With one chunk nothing overlaps: then they use the
-    #: current stream, which is cheaper on the host.
+    #: Whether gathers and merges run on the side stream. With one chunk nothing overlaps: then they use the
+    #: current stream, which takes less time on the host.
     beside: bool = True
 
     @staticmethod
@@ -174,7 +173,7 @@ class VocabParallel:
         merge: str = "auto",
         reduces_grad_hidden: bool = True,
     ) -> VocabParallel:
-        """Describe ``group``; ``None`` or a group of one rank runs no collective at all."""
+        """Describe ``group``. For None, or a group of one rank, there are no collectives at all."""
         size = 1 if group is None else dist.get_world_size(group)
         if group is None or size == 1:
             return VocabParallel(None, 1, 0, False)
@@ -184,7 +183,7 @@ class VocabParallel:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """None over one rank."""
+        """The process group; None over one rank."""
         if self._group is None:
             return None
         group = self._group()
@@ -194,51 +193,49 @@ class VocabParallel:
 
     @property
     def num_parts(self) -> int:
+        """Number of ranks that hold different tokens: ``R`` with sequence parallelism, else 1."""
         return self.size if self.sequence_parallel else 1
 
     @property
     def part(self) -> int:
-        """Which of the ``num_parts`` parts of a chunk is this rank's."""
+        """Index of this rank's part among the ``num_parts`` parts of a chunk."""
         return self.rank if self.sequence_parallel else 0
 
     def coalesced(self, device: torch.device) -> AbstractContextManager[None]:
-        """Coalesce the collectives started inside into one launch at the end; wait for them only after it.
+        """Context that launches the collectives started inside as one, at its end; wait for them after it.
 
-        Two separate launches would not fit into one gap between GEMMs: see :mod:`.head.buffers`.
+        Two separate launches would not fit into one gap between GEMMs (:mod:`.head.buffers`).
         """
         if self.size == 1 or not self.beside or device.type != "cuda":
             return nullcontext()
         return _side_stream(device).coalesced(self.group)
 
     def join(self, device: torch.device) -> None:
-        """After an exception: wait for running collectives, so that their memory is not reused too early.
-
-        Collectives: none.
-        """
+        """Wait for running collectives after an exception, so that their memory is not reused too early."""
         if self.size > 1 and device.type == "cuda":
             _side_stream(device).join()
 
     def gather(self, part: Tensor, out: Tensor) -> Work:
-        """Start gathering ``[R * k, H]`` into ``out`` from every rank's ``[k, H]``, in rank order.
+        """Start to gather every rank's ``[k, H]`` into ``out`` ``[R * k, H]``, in rank order.
 
-        Collectives, asynchronous: one all-gather; none over one rank, where ``out`` is left alone.
+        Collectives, asynchronous: one all-gather; over one rank none, and ``out`` is not written.
         """
         if self.size == 1:
             return DONE
         return _start(_all_gather, out, part.contiguous(), beside=self.beside, group=self.group)
 
     def gathered(self, part: Tensor) -> tuple[Tensor, Work]:
-        """:meth:`gather` into a new tensor ``[R * k, H]``; over one rank ``part`` ``[k, H]`` itself."""
+        """Start :meth:`gather` into a new tensor ``[R * k, H]``; over one rank that is ``part`` itself."""
         if self.size == 1:
             return part, DONE
         whole = part.new_empty(self.size * part.shape[0], part.shape[1])
         return whole, self.gather(part, whole)
 
     def reduce_grad_hidden(self, partial: Tensor, out: Tensor) -> Work:
-        """Start summing ``partial`` ``[C, H]`` over the ranks into this rank's ``out`` ``[n, H]``.
+        """Start to sum ``partial`` ``[C, H]`` over the ranks; ``out`` gets this rank's rows of the sum.
 
-        Collectives, asynchronous: one reduce-scatter with sequence parallelism, else one all-reduce
-        (``partial`` is then ``out`` itself), in the dtype of the hidden states. None where the caller sums.
+        Collectives, asynchronous, in the dtype of the hidden states: one reduce-scatter with sequence
+        parallelism, else one all-reduce (``partial`` is then ``out`` itself); none if the caller sums.
         """
         if self.size == 1 or not self.reduces_grad_hidden:
             return DONE
@@ -247,7 +244,7 @@ class VocabParallel:
         return _start(dist.all_reduce, partial, group=self.group)
 
     def sum_over_shards(self, of_shard: Tensor) -> Tensor:
-        """The sum over the ranks, in place.
+        """Replace ``of_shard``, in place, by its sum over the ranks; the current stream waits for it.
 
         Collectives: one SUM all-reduce (R > 1).
         """
@@ -258,14 +255,16 @@ class VocabParallel:
     def take_largest_(self, value: Tensor) -> None:
         """Replace ``value``, in place, by the largest over the ranks; the current stream waits for it.
 
-        Collectives: one MAX all-reduce, behind those of this head that were started; none over one rank.
+        Collectives: one MAX all-reduce (R > 1), behind those of this head that were started before.
         """
         if self.size > 1:
             _start(dist.all_reduce, value, beside=self.beside, op=dist.ReduceOp.MAX, group=self.group).wait()
 
-    def delay_next_product(self, device: torch.device) -> None:
-        """Hold the next matrix product back for some microseconds, until the collective just started has its
-        SMs; only where the order of launch does not see to it."""
+    def delay_next_gemm(self, device: torch.device) -> None:
+        """Hold the next GEMM back for some microseconds, until the collective just started has its SMs.
+
+        Under ``CUDA_DEVICE_MAX_CONNECTIONS=1`` the order of launches does so, and this does nothing.
+        """
         if self.size == 1 or device.type != "cuda":
             return
         if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1":
@@ -278,14 +277,15 @@ class VocabParallel:
         stats: RowStatistics,
         token_ops: ModuleType,  # losses.statistics or kernels.token_kernels
     ) -> Callable[[], Merged]:
-        """Start merging a chunk's statistics over the whole vocabulary. The function that comes back ends it:
-        waits for the running collective, and starts and awaits the next one, if the merge has one.
+        """Start to merge the statistics of a chunk's rows over the vocabulary shards of all ranks.
 
-        Collectives, asynchronous, fp32. ``packed``: one all-gather of ``[4, C]`` a rank. ``all_reduce``:
-        MAX of (row maximum, row_shift) ``[2, C]``, then SUM of (sum_exp_nonlabel, label, label logit) ``[3,
-        C]``. Each of ``stats.extra`` is one row more of the all-gather or the SUM, which is fp64 with a
-        ``rest``; with ``all_reduce``, ``best`` is a MIN after them. NaN in any shard gives NaN on all: a MAX
-        may drop it, sums do not.
+        The function returned waits for the running collective, runs the other ones of the merge, and returns
+        the merged statistics. A NaN in any shard gives NaN on all ranks: a MAX may drop it, sums do not.
+
+        Collectives, asynchronous, fp32. ``packed``: one all-gather of ``[4, C]``. ``all_reduce``: MAX of (row
+        maximum, row_shift) ``[2, C]``, then SUM of (sum_exp_nonlabel, label, label logit) ``[3, C]``. Each
+        statistic in ``stats.extra`` is one row more of the all-gather or the SUM, which is fp64 with a
+        ``rest``; but with ``all_reduce`` ``best`` is a MIN after them.
         """
         if self.size == 1:
             return partial(_merge_alone, stats, token_ops)
@@ -294,7 +294,7 @@ class VocabParallel:
         return self._start_all_reduced(stats, token_ops)
 
     def _start_packed(self, stats: RowStatistics, token_ops: ModuleType) -> Callable[[], Merged]:
-        """One all-gather of all statistics; every rank merges them in rank order."""
+        """Merge by one all-gather of all statistics; every rank merges them in rank order."""
         sent, names = stats.shard, stats.extra.names
         if names:
             sent = torch.cat((sent, torch.stack(stats.extra.rows())))
@@ -312,7 +312,7 @@ class VocabParallel:
         return finish
 
     def _start_all_reduced(self, stats: RowStatistics, token_ops: ModuleType) -> Callable[[], Merged]:
-        """All-reduces of the maxima, of the sums relative to them, and of the lowest id if it is needed."""
+        """Merge by all-reduces: of the maxima, of sums relative to them, and of ``best`` if it is needed."""
         reduce = partial(_start, dist.all_reduce, beside=self.beside, group=self.group)
         maxima = stats.shard[ROW_MAX : ROW_SHIFT + 1].clone()
         pending = reduce(maxima, op=dist.ReduceOp.MAX)
@@ -336,7 +336,7 @@ class VocabParallel:
 
 
 def _merge_alone(stats: RowStatistics, token_ops: ModuleType) -> Merged:
-    """The merge over one rank: no collective."""
+    """Merge over one rank, without a collective."""
     shards = stats.shard.unsqueeze(0)
     merged: Merged = stats.merged or token_ops.merge_shards(shards)
     if stats.extra == NO_EXTRA:
@@ -346,7 +346,7 @@ def _merge_alone(stats: RowStatistics, token_ops: ModuleType) -> Merged:
 
 
 def largest_over_ranks(value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Replace ``value`` (any shape), in place, by the largest over all ranks. The host does not wait.
+    """Replace ``value``, of any shape, in place, by the largest over all ranks. The host does not wait.
 
     Collectives: one MAX all-reduce (R > 1).
     """
@@ -356,7 +356,7 @@ def largest_over_ranks(value: Tensor, group: dist.ProcessGroup | None) -> Tensor
 
 
 def same_on_all_ranks(words: str, group: dist.ProcessGroup | None) -> bool:
-    """Whether all ranks say the same. The host waits.
+    """Whether all ranks give the same ``words``. The host waits.
 
     Collectives: one MAX all-reduce of two int64 (R > 1).
     """
@@ -368,14 +368,14 @@ def same_on_all_ranks(words: str, group: dist.ProcessGroup | None) -> bool:
 
 
 def raise_if_any(wrong: Tensor, words: str, group: dist.ProcessGroup | None) -> None:
-    """Raise on every rank where ``wrong`` (bool ``[]``) holds on one of them. The host waits.
+    """Raise on every rank if ``wrong`` (bool ``[]``) is true on any of them. The host waits.
 
-    Nothing is checked while a CUDA graph is captured.
+    While a CUDA graph is captured nothing is checked.
 
     Collectives: one MAX all-reduce of an int64 (R > 1).
 
     Raises:
-        ValueError: with ``words``; on ranks where nothing is wrong, that another rank found it.
+        ValueError: with ``words``. A rank where nothing is wrong adds that another rank found it.
     """
     if wrong.is_cuda and torch.cuda.is_current_stream_capturing():
         return
@@ -386,6 +386,7 @@ def raise_if_any(wrong: Tensor, words: str, group: dist.ProcessGroup | None) -> 
 
 
 def collective_device(group: dist.ProcessGroup) -> torch.device:
+    """Device on which tensors of this group's collectives must lie."""
     if "nccl" in dist.get_backend(group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -1,7 +1,7 @@
-"""Names for the parts of the head's forward and backward: ranges in a profile, or events of a recorder.
+"""Names the phases of a forward and a backward, for profilers and for a recorder of times.
 
 ``with phase("logits"):`` is the range ``fused-ce logits`` while torch's profiler runs, or ``emit_nvtx`` under
-Nsight Systems. Without either it is nothing: a range costs the host 5.6 us even where nobody records it.
+Nsight Systems. Without them it does nothing: a range would take 5.6 us of the host even if nobody records it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-#: Phase -> its description, on the model's stream. Of a collective it is the wait that no GEMM hides.
+#: Name of a phase on the model's stream -> description. The phase of a collective is the wait for it.
 PHASES = {
     "gather": "wait for the other ranks' hidden states (sequence parallelism)",
     "logits": "the GEMM that makes a chunk's logits, or E",
@@ -30,7 +30,7 @@ _recorder: Recorder | None = None
 
 
 def phase(name: str) -> AbstractContextManager[object]:
-    """Context of one of :data:`PHASES`; they do not nest."""
+    """Context for one of :data:`PHASES`. Where one opens inside another, the time counts for both."""
     if _recorder is not None:
         return _recorder.timed(name)
     if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
@@ -39,10 +39,10 @@ def phase(name: str) -> AbstractContextManager[object]:
 
 
 class Recorder:
-    """Times every phase of this process while it is entered, in any thread; for tests and benchmarks.
+    """Context that records the time of every phase, in any thread; for tests and benchmarks.
 
-    By events on the current stream, for which the host does not wait; on a CPU by the clock. Not inside a
-    CUDA graph's capture.
+    It uses events on the current stream, for which the host does not wait, and on a CPU the clock. It cannot
+    be used while a CUDA graph is captured.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -60,6 +60,7 @@ class Recorder:
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
+        """Record one phase."""
         start = self._mark()
         yield
         self._ended.append((name, start, self._mark()))
@@ -72,7 +73,7 @@ class Recorder:
         return event
 
     def seconds(self) -> list[tuple[str, float]]:
-        """Each phase and its time, in the order of their ends. Waits for the device."""
+        """Name and time of each phase, in the order in which they ended. The host waits for the device."""
         if self._device.type != "cuda":
             return [(name, stop - start) for name, start, stop in self._ended]
         torch.cuda.synchronize(self._device)

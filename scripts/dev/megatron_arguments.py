@@ -91,7 +91,7 @@ def main(checkouts: list[str]) -> int:
             files = read.get(name, ["no file"])
             why = " ".join(files[:MOST_READERS]) + (" ..." if len(files) > MOST_READERS else "")
         rows[name] = [name, called, _joined(defaults[name]), which, why]
-    head = f"# {' '.join(versions)}: argument; kind and options; default of each version; class; why"
+    head = f"# {' '.join(versions)}: argument; kind and options; default of each version; class; why, values"
     FILE.write_text("\n".join([head, *("\t".join(rows[name]).rstrip() for name in sorted(rows))]) + "\n")
     return 0
 

@@ -39,8 +39,7 @@ _EXACT = re.compile(r"\[megatron_cpu\] exact (\{.*\})")
 _EVALUATION = re.compile(r"validation(\S*) loss at iteration (\d+)([^|]*)\|(.*)")
 _MEMORY = re.compile(rf"max allocated: {_NUMBER}")
 _COUNTERS = re.compile(
-    r"\[fused-ce\] heads evaluated fused: (\d+), logits materialised: (\d+), "
-    r"heads on the stock path: (\d+)"
+    r"\[fused-ce\] heads: (\d+) fused, (\d+) on the stock path; logits materialised: (\d+)"
 )
 _PRECISION = re.compile(r"^\s*params_dtype \.+ torch\.(\w+)")
 _START = re.compile(r"\[before the start of training step\]")
@@ -161,7 +160,7 @@ def parse_logs(texts: Iterable[str]) -> Figures:
                     figures.losses.setdefault("validation loss", []).append(value)
             elif match := _COUNTERS.search(line):
                 counts = (int(number) for number in match.groups())
-                figures.heads_fused, figures.logits_materialised, figures.heads_stock = counts
+                figures.heads_fused, figures.heads_stock, figures.logits_materialised = counts
             elif match := _MEMORY.search(line):
                 memory.append(float(match[1]))
             if match := _ERROR.match(line):
@@ -293,7 +292,7 @@ class _LogReader:
                     point = Point(last, float(text), last, unit_of(text))
                     record.add(f"{name} {which}", point)
             elif match := _COUNTERS.search(line):
-                record.heads_fused, record.logits_materialised = int(match[1]), int(match[2])
+                record.heads_fused, record.logits_materialised = int(match[1]), int(match[3])
             elif match := _PRECISION.match(line):
                 record.precision = match[1]
             elif _START.search(line):

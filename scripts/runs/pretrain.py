@@ -14,7 +14,7 @@ by twice what Megatron's native loss differs by, or by what its log can tell apa
     python -m scripts.runs.pretrain --megatron ~/Megatron-LM-0.18 --megatron ~/Megatron-LM-0.19
 
 Each variant is one launch of the unmodified script, with more arguments after ``--``. More variants:
-``--variant 'c4096=--fused-chunked-ce --fused-ce-chunk-tokens 4096'``. Writes results.json to --out, where
+``--variant 'c4=--fused-chunked-ce --fused-ce-num-chunks 4'``. Writes results.json to --out, where
 every launch's logs stay; a launch whose inputs have not changed since is not repeated. Exit status: 0 all
 within bounds, 1 a bound broken or a launch failed, 2 a mistake in the arguments.
 """

@@ -6,7 +6,8 @@ PyTorch is off by at the same dtype, or by twice the dtype's rounding. Then, on 
 strategy over three bare GEMMs, beside Megatron's losses and Transformer Engine's where these are installed.
 
 Prints a table and writes it, with the chip and the versions, to a file: please attach it to an issue. Exit
-status: 0 all right, 1 something is wrong, 2 a mistake in the arguments, or no triton on a GPU.
+status: 0 all right, 1 something is wrong, 2 a mistake in the arguments, or torch or triton is missing or
+too old.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from megatron_fused_ce.cli import versions
 from megatron_fused_ce.cli.command_line import Parser, command, whole, writable_file
 from megatron_fused_ce.scripts.lib import results
 
@@ -82,13 +84,14 @@ def main(words: list[str]) -> int:
     on_gpu = given.device == "cuda" or (given.device is None and torch.cuda.is_available())
     if on_gpu and not torch.cuda.is_available():
         parser.error("torch finds no CUDA device: --device cpu checks the arithmetic alone")
-    if on_gpu:
-        from megatron_fused_ce.kernels import gemm_variants
+    try:
+        versions.require("torch", torch.__version__)
+        if on_gpu:
+            from megatron_fused_ce.kernels import gemm_variants
 
-        try:
-            gemm_variants.triton_version()
-        except ImportError as error:
-            parser.error(str(error))
+            versions.require("triton", gemm_variants.triton_version())
+    except ImportError as error:
+        parser.error(str(error))
     device = torch.device("cuda" if on_gpu else "cpu")
     name = torch.cuda.get_device_name() if on_gpu else ""
     facts = results.made_by(name, ["megatron_fused_ce", "selfcheck", *words])

@@ -465,7 +465,7 @@ def test_auto_takes_it_where_it_was_measured(capability, monkeypatch):
     chip = "sm_{}{}".format(*capability)
     assert bool(by_name) == (capability < (9, 0)) and rows == "gemm_rows was asked for"
     if capability > (9, 0):
-        assert chip in auto and "--fused-ce-logits-backend scaled_exp tries it: please report" in auto
+        assert chip in auto and "(logits_backend='scaled_exp') tries it: please report" in auto
     else:
         assert auto == by_name
 

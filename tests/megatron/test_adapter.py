@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import megatron_fused_ce
-from megatron_fused_ce import FusedCEConfig
+from megatron_fused_ce import FusedCEConfig, autoload_start
 from megatron_fused_ce.adapter import arguments, forms, say, switch
 from megatron_fused_ce.adapter.deferred_logits import DeferredLogits
 from megatron_fused_ce.adapter.main_grad import open_grad_weight_for
@@ -441,19 +441,13 @@ def test_train_rls_functions_are_patched(monkeypatch, deferred):
             FusedCEConfig(strategy="grad_in_forward", merge="packed"),
         ),
         (
-            "--x --fused-ce-chunk-tokens 64 --fused-chunked-ce --fused-ce-strategy store --y 3",
-            FusedCEConfig(chunk_tokens=64, strategy="store"),
+            "--x --fused-ce-num-chunks 64 --fused-chunked-ce --fused-ce-strategy store --y 3",
+            FusedCEConfig(num_chunks=64, strategy="store"),
         ),
         (
-            "--fused-chunked-ce --fused-ce-label-smoothing 0.1 --fused-ce-label-smoothing-form pytorch "
-            "--fused-ce-z-loss 1e-4 --fused-ce-logit-softcap 30 --fused-ce-ignore-index -100",
-            FusedCEConfig(
-                label_smoothing=0.1,
-                label_smoothing_form="pytorch",
-                z_loss=1e-4,
-                logit_softcap=30.0,
-                ignore_index=-100,
-            ),
+            "--fused-chunked-ce --fused-ce-label-smoothing 0.1 --fused-ce-z-loss 1e-4 "
+            "--fused-ce-logit-softcap 30 --fused-ce-ignore-index -100",
+            FusedCEConfig(label_smoothing=0.1, z_loss=1e-4, logit_softcap=30.0, ignore_index=-100),
         ),
     ],
 )
@@ -478,9 +472,7 @@ def test_masked_padding_begins_where_the_tokenizer_ends(monkeypatch):
         ("--fused-ce-z-loss=-1e-4", "a number of 0 or more"),
         ("--fused-ce-z-loss nan", "a number of 0 or more"),
         ("--fused-ce-logit-softcap 0", "a number above 0"),
-        ("--fused-ce-label-smoothing-form keras", "invalid choice"),
-        ("--fused-ce-chunk-tokens x", "a whole number from 1 to"),
-        ("--fused-ce-num-chunks 2 --fused-ce-chunk-tokens 8", "not allowed with"),
+        ("--fused-ce-num-chunks x", "a whole number from 1 to"),
         ("--fused-ce-strategy fast", "invalid choice"),
         ("--fused-ce-merge ring", "invalid choice"),
         *((f"--fused-ce-memory-mb={x}", f"1 to 1000000000, got {x!r}") for x in ("0", "-3", "1.5", "2G", "")),
@@ -691,7 +683,8 @@ def test_what_cannot_be_launched(words, error):
 
 
 def test_autoload_makes_the_plain_command_work(tmp_path):
-    """In an environment of its own: one line in site-packages, active only with the flag."""
+    """In an environment of its own: two files in site-packages, active only with the flag."""
+    assert autoload_start.FLAGS == (arguments.FLAG, arguments.PREFIX)
     env_dir = tmp_path / "env"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", env_dir], check=True, capture_output=True)
     python = env_dir / "bin" / "python"
@@ -714,6 +707,7 @@ def test_autoload_makes_the_plain_command_work(tmp_path):
     # Uninstalled, and the line stays behind: one line where the flag is, and Megatron's parser ends the run.
     env["PYTHONPATH"] = sysconfig.get_paths()["purelib"]
     (file,) = env_dir.rglob("*.pth")
+    assert file.with_suffix(".py").read_text() == Path(autoload_start.__file__).read_text()
     gone = run(script, *FLAGS)
     assert gone.returncode == 2 and "unrecognized arguments" in gone.stderr
     assert "Traceback" not in gone.stderr and "Error processing line" not in gone.stderr
@@ -725,6 +719,7 @@ def test_autoload_makes_the_plain_command_work(tmp_path):
     assert said not in run(script, *FLAGS).stderr
     env["PYTHONPATH"] = os.pathsep.join((str(ROOT), env["PYTHONPATH"]))
     assert run("-m", "megatron_fused_ce.autoload", "remove").stdout.startswith("removed: ")
+    assert not list(env_dir.rglob("megatron_fused_ce*"))
     assert run(script, *FLAGS).returncode == 2
 
 
@@ -735,7 +730,7 @@ def test_a_scale_of_the_logits_is_the_models_own():
     assert switch.active_config() is None
 
 
-def test_flags_for_experts_stand_in_a_group_of_their_own():
+def test_two_flags_are_for_all_and_the_rest_stand_under_advanced():
     groups = {
         group.title: {action.option_strings[-1] for action in group._group_actions}
         for group in arguments.add_arguments(argparse.ArgumentParser(add_help=False))._action_groups
@@ -744,17 +739,9 @@ def test_flags_for_experts_stand_in_a_group_of_their_own():
         groups["fused chunked cross-entropy"],
         groups["fused chunked cross-entropy, advanced"],
     )
-    assert advanced == {
-        "--fused-ce-merge",
-        "--fused-ce-label-smoothing-form",
-        "--fused-ce-logit-precision",
-        "--fused-ce-logits-backend",
-        "--fused-ce-debug-checks",
-        "--fused-ce-trust",
-    }
-    assert len(common) == 11 and {"--fused-chunked-ce", "--fused-ce-strategy"} < common
+    assert common == {"--fused-chunked-ce", "--fused-ce-memory-mb"} and len(advanced) == 12
     page = (ROOT / "docs" / "options.md").read_text().split("## Strategies")[0]
-    everyday, experts = page.split("more flags are for comparisons")
+    everyday, experts = page.split("### Advanced")
     for names, text in ((common, everyday), (advanced, experts)):
         assert names == set(re.findall(r"^\| `(--[a-z-]+)", text, re.MULTILINE))
 

@@ -1,8 +1,9 @@
-"""The report: the start-up line, and what the first evaluation adds to it."""
+"""The report: one line when a model is built, one when its head has first run, one at the end."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,55 +13,24 @@ from megatron_fused_ce import FusedCEConfig
 from megatron_fused_ce.adapter import report, say, switch
 from megatron_fused_ce.planner.choose import Plan, plan
 from megatron_fused_ce.planner.chunks import Cut
-from megatron_fused_ce.planner.memory import PlanInputs
+from megatron_fused_ce.planner.memory import PlanInputs, size_in_words
+
+ROOT = Path(__file__).resolve().parents[2]
+RECOMPUTE = FusedCEConfig(num_chunks=4, strategy="recompute", logits_backend="gemm_rows")
 
 
-class TpGroup:
-    def __init__(self, size=1, rank=0):
-        self._size, self._rank = size, rank
-
-    def size(self):
-        return self._size
-
-    def rank(self):
-        return self._rank
-
-
-def megatron_head(config=None, rank=0, **others):
-    """What the start-up line reads of a model: its output layer, its config."""
-    weight = torch.nn.Parameter(torch.zeros(1000, 16), requires_grad=others.pop("trained", True))
+def megatron_head(config=RECOMPUTE, rank=0, **others):
+    """What the report reads of a model: its output layer, its config."""
+    settings = SimpleNamespace(**{"bf16": True, "fp16": False, "mtp_num_layers": None, **others})
     layer = SimpleNamespace(
-        tp_group=TpGroup(2, rank),
+        tp_group=SimpleNamespace(size=lambda: 2, rank=lambda: rank),
         sequence_parallel=True,
-        gradient_accumulation_fusion=True,
-        weight=weight,
-        input_size=16,
-        output_size=2000,
+        weight=torch.zeros(1000, 16),
         output_size_per_partition=1000,
-        # Under Triton's interpreter the scaled-exp GEMM would serve on a CPU.
-        fused_ce_config=replace(
-            config or FusedCEConfig(num_chunks=4, strategy="recompute"), logits_backend="gemm_rows"
-        ),
+        fused_ce_config=config,
+        config=settings,
     )
-    settings = {"bf16": True, "fp16": False, "mtp_num_layers": None, **others}
-    layer.config = SimpleNamespace(**settings)
-    return SimpleNamespace(output_layer=layer, config=layer.config)
-
-
-LAUNCH = SimpleNamespace(seq_length=64, micro_batch_size=2, context_parallel_size=1)
-
-
-@pytest.fixture
-def planned(monkeypatch):
-    """Each plan that the report makes, with its inputs."""
-    made = []
-
-    def record(inputs):
-        made.append((inputs, plan(inputs)))
-        return made[-1][1]
-
-    monkeypatch.setattr(report, "plan", record)
-    return made
+    return SimpleNamespace(output_layer=layer, config=settings)
 
 
 @pytest.fixture
@@ -69,71 +39,115 @@ def said(monkeypatch):
     pytest.importorskip("megatron.core")
     lines = []
     monkeypatch.setattr(say, "line", lines.append)
+    monkeypatch.setattr(say, "_said", set())
     monkeypatch.setattr(report, "_tells_totals", True)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     return lines
 
 
-def rows_bytes(tokens: int, capacity: int, summed_bytes: int = 0) -> int:
-    """recompute with row kernels on a CPU, bf16, H = 16, V = 1000, sequence parallelism over 2 ranks.
-
-    The forward has two chunks of hidden states and two merges, the backward three, an unreduced
-    grad_hidden and the sum.
-    """
-    hidden, merges = 2 * capacity * 16, 2 * 16 * capacity * (1 + 2)
-    both = 2 * capacity * 1000 + 2 * hidden + 32 * tokens
-    both += 40 * capacity
-    return both + max(merges, 2 * hidden + summed_bytes)
-
-
-def test_start_up_line(said, planned):
-    report.adopted(megatron_head(), LAUNCH)
-    ((_, chosen),) = planned
-    assert chosen.predicted_peak_bytes == rows_bytes(128, 32)
-    assert said == [
-        "on: strategy recompute (asked for), 4 chunks of 32 tokens; about 0.1 MiB for the head; "
-        "Megatron's loss would hold 0.7 MiB, its native fusion 1.2 MiB",
-        "logits backend gemm_rows (asked for)",
-    ]
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({}, "on: the head of SimpleNamespace, strategy recompute"),
+        ({"config": FusedCEConfig()}, "on: the head of SimpleNamespace, strategy auto"),
+        (
+            {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"},
+            "on: the head of SimpleNamespace, strategy recompute; --cross-entropy-fusion-impl linear has no "
+            "effect on it",
+        ),
+        ({"rank": 1}, None),
+    ],
+)
+def test_when_a_model_is_built(said, settings, line):
+    report.adopted(megatron_head(**settings), SimpleNamespace())
+    assert said == ([] if line is None else [line])
 
 
-def test_start_up_line_of_auto_says_why(said):
-    head = megatron_head(FusedCEConfig(memory_mb=7, z_loss=1e-4, skip_masked=True))
-    head.output_layer.fused_ce_config = replace(head.output_layer.fused_ce_config, logits_backend="auto")
-    report.adopted(head, LAUNCH)
-    assert said[0].startswith("on: strategy store (chosen by auto), 1 chunk of 128 tokens; about")
-    assert said[1] == (
-        "why: the fastest within the budget of 7 MiB; grad_in_forward is no faster; logits backend "
-        "gemm_rows, not scaled_exp: it runs on CUDA devices, not on cpu; masked tokens are "
-        "skipped, the sizes are for none; loss with z_loss"
+def ran(config, hidden=32, layer=None, **changes):
+    """A call of the head on ``[hidden, 2, 16]`` of each of two ranks, by its plan or another one."""
+    layer = layer or megatron_head(config).output_layer
+    inputs = PlanInputs(
+        config=config, num_tokens=4 * hidden, hidden_size=16, num_rows=1000, num_parts=2, tp_size=2
     )
-    assert len(said) == 2
+    followed = replace(plan(inputs), **changes)
+    report.evaluation_once(layer, torch.zeros(hidden, 2, 16, dtype=torch.bfloat16), followed, "no reason")
+    return layer, followed
 
 
-def test_start_up_line_expects_the_loss_mask(said, planned):
-    """pretrain_gpt.py's model is called with one: grad_in_forward is possible."""
-    report.adopted(megatron_head(FusedCEConfig()), SimpleNamespace(seq_length=16384, micro_batch_size=2))
-    assert said[0] == (
-        "on: strategy grad_in_forward (chosen by auto), 8 chunks of 4096 tokens; about 18 MiB for the head; "
-        "Megatron's loss would hold 188 MiB, its native fusion 312 MiB"
+@pytest.mark.parametrize(
+    ("config", "hidden", "what", "stock", "notes"),
+    [
+        (
+            RECOMPUTE,
+            32,
+            "recompute, 4 chunks of 32 tokens",
+            "Megatron's unfused loss 0.7 MiB, its native one 1.2 MiB",
+            "logits backend gemm_rows (asked for)",
+        ),
+        (
+            replace(RECOMPUTE, strategy="auto", num_chunks=None, z_loss=1e-4, skip_masked=True),
+            32,
+            "store, 1 chunk of 128 tokens",
+            "Megatron's unfused loss 0.7 MiB, its native one 1.2 MiB",
+            "AUTO; logits backend gemm_rows (asked for); masked tokens are skipped, the sizes are for none; "
+            "loss with z_loss",
+        ),
+        (
+            replace(RECOMPUTE, logits_backend="auto"),
+            50,
+            "recompute, 4 chunks of 50 tokens",
+            "Megatron's unfused loss 1.1 MiB, its native one 1.9 MiB",
+            "logits backend gemm_rows, not scaled_exp: no reason",
+        ),
+    ],
+)
+def test_when_a_head_has_run(said, config, hidden, what, stock, notes):
+    _, followed = ran(config, hidden)
+    head = f"the head takes about {size_in_words(followed.predicted_peak_bytes)}"
+    assert said == [f"runs: {what}; {head}, {stock}; {notes.replace('AUTO', followed.why)}"]
+
+
+def test_the_lines_on_readme_are_what_the_program_prints(capsys, monkeypatch):
+    """Of Llama-3-8B at TP 4, 32768 tokens; docs/options.md has all of them."""
+    monkeypatch.setattr(report, "_tells_totals", True)
+    monkeypatch.setattr(say, "_said", set())
+    monkeypatch.setattr(say, "speaks", lambda group: True)
+    model = type("GPTModel", (SimpleNamespace,), {})(**vars(megatron_head(FusedCEConfig())))
+    layer = model.output_layer
+    layer.tp_group, layer.output_size_per_partition = SimpleNamespace(size=lambda: 4), 32064
+    report.adopted(model, SimpleNamespace())
+    inputs = PlanInputs(
+        32768, 4096, 32064, tp_size=4, num_parts=4, token_weights_known=True, device="NVIDIA H200"
     )
-    # Two chunks of logits, three gathered and one unreduced of hidden states.
-    logits, hidden, merge = 2 * 4096 * 1000, 2 * 4096 * 16, 16 * 4096 * (1 + 2)
-    peak_bytes = 2 * logits + 4 * 1000 * 16 + 4 * hidden + 2 * merge + 32 * 32768 + 40 * 4096
-    assert planned[0][1].predicted_peak_bytes == peak_bytes
+    report.evaluation_once(layer, torch.zeros(8192, 1, 1, dtype=torch.bfloat16), plan(inputs), "")
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 80
+    assert printed in (ROOT / "docs" / "options.md").read_text()
+    assert "".join(printed.splitlines(keepends=True)[:3]) in (ROOT / "README.md").read_text()
 
 
-@pytest.mark.parametrize(("context_parallel", "tokens"), [(4, 32), (1, 128), (None, 128)])
-def test_start_up_line_counts_this_context_ranks_tokens(said, planned, context_parallel, tokens):
-    launch = SimpleNamespace(**{**vars(LAUNCH), "context_parallel_size": context_parallel})
-    report.adopted(megatron_head(), launch)
-    assert planned[0][0].num_tokens == tokens
-    assert f"4 chunks of {tokens // 4} tokens" in said[0]
+def test_once_for_each_strategy_of_a_head(said):
+    """The main head comes after those of multi-token prediction; batches may differ in length."""
+    layer, _ = ran(RECOMPUTE)
+    ran(RECOMPUTE, layer=layer, cut=Cut.into(64, 2))
+    assert len(said) == 1
+    ran(RECOMPUTE, layer=layer, strategy="store", stored_chunks=4)
+    assert len(said) == 2 and said[1].startswith("runs: store")
 
 
-def test_only_the_first_rank_tells(said):
-    report.adopted(megatron_head(rank=1), LAUNCH)
-    assert said == []
+@pytest.mark.parametrize(
+    ("settings", "dtype", "stock"),
+    [
+        ({}, torch.float32, "unfused loss 0.5 MiB, its native one 1.2 MiB"),
+        ({"mtp_num_layers": 1}, torch.bfloat16, "unfused loss 1.2 MiB, its native one 1.7 MiB"),
+    ],
+)
+def test_what_megatrons_losses_would_hold(said, settings, dtype, stock):
+    """fp32 logits are overwritten by their softmax; a use that waits for its backward keeps it."""
+    layer = megatron_head(**settings).output_layer
+    inputs = PlanInputs(config=RECOMPUTE, num_tokens=128, hidden_size=16, num_rows=1000)
+    followed = Plan(inputs, "recompute", Cut.into(128, 4))
+    report.evaluation_once(layer, torch.zeros(32, 2, 16, dtype=dtype), followed, "")
+    assert stock in said[0]
 
 
 def test_a_head_left_to_megatron_is_told_of_at_the_end_too(said, monkeypatch):
@@ -152,105 +166,12 @@ def test_a_head_left_to_megatron_is_told_of_at_the_end_too(said, monkeypatch):
     assert said == [
         "the head of SimpleNamespace stays on Megatron's own path: a test. --fused-chunked-ce has no effect "
         "on this head",
-        "heads evaluated fused: 0, logits materialised: 0, heads on the stock path: 0; not counted: the head "
-        "of SimpleNamespace, on Megatron's own path",
+        "heads: 0 fused, 0 on the stock path; logits materialised: 0; not counted: the head of "
+        "SimpleNamespace, on Megatron's own path",
     ]
 
 
-def test_a_budget_that_a_named_strategy_cannot_meet_ends_the_launch(said):
-    wide = megatron_head(FusedCEConfig(strategy="store", memory_mb=1))
-    launch = SimpleNamespace(seq_length=4096, micro_batch_size=2)
-    with pytest.raises(ValueError, match="--fused-ce-memory-mb"):
-        report.adopted(wide, launch)
-
-
-@pytest.mark.parametrize(
-    ("fusion", "trained", "launch", "summed_bytes"),
-    [
-        (True, True, {}, 0),
-        (True, True, {"accumulate_allreduce_grads_in_fp32": False}, 4 * 1000 * 16),
-        (False, True, {}, 4 * 1000 * 16),
-        (False, False, {}, 0),
-    ],
-)
-def test_start_up_line_counts_the_sum_of_grad_weight(said, planned, fusion, trained, launch, summed_bytes):
-    model = megatron_head(trained=trained)
-    model.output_layer.gradient_accumulation_fusion = fusion
-    report.adopted(model, SimpleNamespace(**vars(LAUNCH), **launch))
-    assert planned[0][1].predicted_peak_bytes == rows_bytes(128, 32, summed_bytes)
-
-
-def test_start_up_line_counts_the_heads_of_multi_token_prediction(said, planned):
-    store = FusedCEConfig(strategy="store", num_chunks=4)
-    report.adopted(megatron_head(store, mtp_num_layers=2), LAUNCH)
-    # A chunk of hidden states waits in each of the three.
-    one_chunk = 2 * 32 * 1000 + (3 + 2 + 1) * (2 * 32 * 16)
-    peak_bytes = one_chunk + 40 * 32 + 3 * 32 * 128 + 3 * 2 * 128 * 1000
-    assert planned[0][1].predicted_peak_bytes == peak_bytes
-
-
-def evaluated(layer, ran, hidden=32):
-    """A call of the head on ``[hidden, 2, 16]``, by the plan that the op followed."""
-    report.evaluation_once(layer, torch.zeros(hidden, 2, 16, dtype=torch.bfloat16), ran, "")
-
-
-def test_first_evaluation_tells_what_differs(said):
-    """Plans that the op followed, against what the start-up line expected."""
-    model = megatron_head(FusedCEConfig(memory_mb=7))
-    layer = model.output_layer
-    report.adopted(model, LAUNCH)
-    expected = layer._fused_ce_expected
-    asked = FusedCEConfig(strategy="recompute")
-    by_name = replace(expected.inputs, config=asked)
-    other = Plan(by_name, "recompute", expected.cut)
-    evaluated(layer, other)
-    assert len(said) == 4
-    assert said[2].startswith("as it runs: strategy recompute (chosen by auto), 1 chunk of 128 tokens")
-    assert said[3].startswith("why: asked for by name")
-    # The main head comes after those of multi-token prediction; batches may differ in length.
-    evaluated(layer, expected)
-    evaluated(layer, replace(other, cut=Cut.into(64, 2)))
-    assert len(said) == 4
-
-
-def test_first_evaluation_repeats_nothing(said):
-    model = megatron_head(FusedCEConfig())
-    report.adopted(model, LAUNCH)
-    evaluated(model.output_layer, model.output_layer._fused_ce_expected)
-    assert len(said) == 2
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"cut": Cut.into(64, 2)}, {"cut": Cut.into(50, 1)}, {"stored_chunks": 0, "strategy": "grad_in_forward"}],
-)
-def test_first_evaluation_tells_of_other_chunks(said, change):
-    model = megatron_head(FusedCEConfig(memory_mb=7))
-    report.adopted(model, LAUNCH)
-    evaluated(model.output_layer, replace(model.output_layer._fused_ce_expected, **change))
-    assert len(said) == 4
-
-
-@pytest.mark.parametrize(("sequence_parallel", "stock"), [(True, "1.1 MiB"), (False, "0.6 MiB")])
-def test_first_evaluation_tells_where_the_launch_could_not(said, sequence_parallel, stock):
-    """No Megatron arguments: Bridge, NeMo, own scripts."""
-    layer = megatron_head().output_layer
-    layer.sequence_parallel = sequence_parallel
-    ran = plan(PlanInputs(config=layer.fused_ce_config, num_tokens=200, hidden_size=16, num_rows=1000))
-    for _ in range(2):
-        evaluated(layer, ran, hidden=50)
-    assert len(said) == 2 and "on: strategy recompute (asked for), 4 chunks of 50 tokens" in said[0]
-    assert f"Megatron's loss would hold {stock}" in said[0]
-
-
-@pytest.mark.parametrize(
-    ("settings", "stock"),
-    [
-        ({"bf16": False}, "0.5 MiB, its native fusion 1.2 MiB"),
-        ({"mtp_num_layers": 1}, "1.2 MiB, its native fusion 1.7 MiB"),
-    ],
-)
-def test_what_megatrons_losses_would_hold(said, settings, stock):
-    """fp32 logits are overwritten by their softmax; a use that waits for its backward keeps it."""
-    report.adopted(megatron_head(**settings), LAUNCH)
-    assert said[0].endswith(f"Megatron's loss would hold {stock}")
+def test_lines_fit_80_columns(capsys):
+    say.line("a word and --an-argument-with-hyphens " * 5)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 2 and all(len(line) <= 80 and line.startswith(say.PREFIX) for line in lines)

@@ -112,7 +112,7 @@ def test_flag_off_and_on_across_checkpoints(tmp_path, forks):
             for name in ("lm loss", "grad norm"):
                 assert line[name] == pytest.approx(expected[name], rel=2e-6), (leg, name)
     # Two iterations of two micro-batches, and two more are evaluated.
-    assert "heads evaluated fused: 6, logits materialised: 0, heads on the stock path: 0" in printed["on"]
+    assert "heads: 6 fused, 0 on the stock path; logits materialised: 0" in printed["on"]
     assert "[fused-ce]" not in printed["off again"]
     saved = [file for file in tmp_path.rglob("*") if file.is_file()]
     assert any(file.suffix == ".distcp" for file in saved)

@@ -446,7 +446,7 @@ def test_what_would_be_wrong_in_silence(device):
         token_divergence(*given)
     with torch.inference_mode():
         made = [x.clone() for x in given[2:]]
-    with pytest.raises(ValueError, match=r"run it under torch.no_grad"):
+    with pytest.raises(ValueError, match=r"run the teacher under torch\.no_grad"):
         fused_linear_distillation(*given[:2], *made)
 
 

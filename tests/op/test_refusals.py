@@ -17,7 +17,9 @@ from megatron_fused_ce import (
     fused_linear_topk_distillation,
     losses,
 )
+from megatron_fused_ce.head.call import Call
 from megatron_fused_ce.head.validation import _check_tensors
+from megatron_fused_ce.ranks.collectives import VocabParallel
 from megatron_fused_ce.rl import token_log_probs
 from tests.support.losses import Focal
 
@@ -79,11 +81,11 @@ REFUSED = {
             ({"hidden": ones(1, 6, 2, 4)}, EITHER, r"hidden has shape \(1, 6, 2, 4\); expected"),
             ({"hidden": ones(6, 2, 4).double()}, EITHER, "float64"),
             ({"hidden": ones(6, 2, 4).bfloat16()}, EITHER, "one dtype"),
-            ({"hidden": [1.0]}, EITHER, "must be a torch.Tensor"),
+            ({"hidden": [1.0]}, EITHER, "hidden is a list; expected a torch.Tensor"),
             ({"weight": ones(0, 4)}, EITHER, "at least one row"),
             ({"weight": ones(4)}, EITHER, "expected \\[V, H\\]"),
             ({"labels": ids(6, 2)}, EITHER, "one of them is transposed"),
-            ({"labels": ids(2, 5)}, EITHER, "labels have shape"),
+            ({"labels": ids(2, 5)}, EITHER, r"labels \(2, 5\); expected .* here labels \(2, 6\)"),
             ({"labels": ones(2, 6)}, EITHER, "expected int64"),
             ({"token_weights": ones(3)}, EITHER, "token_weights"),
             ({"vocab_start": -1}, EITHER, "vocab_start"),
@@ -203,13 +205,13 @@ REFUSED = {
             ({"teacher_hidden": ids(6, 2, 3)}, TypeError, "fused_linear_topk_distillation"),
             ({"teacher_weight": ones(9, 3).half()}, TypeError, "teacher_weight torch.float16; expected one"),
             ({"hidden": ones(4), "labels": None}, ValueError, r"expected \[s, b, H\] or \[T, H\]"),
-            ({"hidden": None, "labels": None}, TypeError, "hidden must be a torch.Tensor"),
+            ({"hidden": None, "labels": None}, TypeError, "hidden is a NoneType; expected"),
             ({"labels": ids(2, 6, 2)}, ValueError, r"with labels \[b, s\]"),
             ({"teacher_weight": ones(9)}, ValueError, r"expected \[s, b, H_t\] and \[V, H_t\]"),
             ({"teacher_hidden": ones(12, 3)}, ValueError, r"expected \[s, b, H_t\] and \[V, H_t\]"),
-            ({"teacher_hidden": ones(5, 2, 3)}, ValueError, r"expected \(6, 2, 3\), the student's tokens"),
-            ({"teacher_hidden": ones(6, 2, 4)}, ValueError, r"expected \(6, 2, 3\), the student's tokens"),
-            ({name: x.to("meta") for name, x in TEACHER.items()}, ValueError, "teacher_hidden on meta"),
+            ({"teacher_hidden": ones(5, 2, 3)}, ValueError, r"of the student's tokens \(6, 2\)"),
+            ({"teacher_hidden": ones(6, 2, 4)}, ValueError, r"of the student's tokens \(6, 2\)"),
+            ({name: x.to("meta") for name, x in TEACHER.items()}, ValueError, "is on the meta device"),
             (
                 {"teacher_hidden": trained(6, 2, 3)},
                 ValueError,
@@ -298,7 +300,7 @@ def test_a_misspelt_argument_is_pythons_own_error(function):
 def test_all_tokens_where_a_part_is_expected():
     for hidden, labels in ((ones(8, 2, 4), ids(2, 8)), (ones(8, 4), ids(8))):
         with pytest.raises(ValueError, match=r"hidden has shape .* expected this rank's part"):
-            _check_tensors(hidden, ones(11, 4), labels, None, None, num_parts=2, tp_size=2)
+            _check_tensors(Call(hidden, ones(11, 4), labels), VocabParallel(None, 2, 0, True))
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,8 @@ class Route(NamedTuple):
 
 #: At most, on Python 3.11; others count lines and comprehensions in other ways.
 LIMITS = {
-    "store": Route(files=20, functions=101, lines=520, across=212, classes=20),
-    "grad_in_forward": Route(files=23, functions=119, lines=578, across=215, classes=25),
+    "store": Route(files=20, functions=104, lines=530, across=211, classes=20),
+    "grad_in_forward": Route(files=23, functions=122, lines=588, across=214, classes=25),
 }
 
 

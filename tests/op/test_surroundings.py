@@ -19,7 +19,7 @@ from megatron_fused_ce import (
     fused_linear_topk_distillation,
 )
 from megatron_fused_ce.distillation.teacher import Distillation
-from megatron_fused_ce.head import spec
+from megatron_fused_ce.head import agree, spec
 from megatron_fused_ce.head.autograd import linear_cross_entropy
 from megatron_fused_ce.head.call import Call
 from megatron_fused_ce.head.grad_weight import InPlaceGradWeight
@@ -235,18 +235,18 @@ def test_every_field_is_compared_over_the_ranks(device):
     """But for what a rank may have by itself."""
     args = arguments(device)
     of_rank = {"tp_group", "open_grad_weight", "head", "caller_error", "unmasked"}
-    plain = spec._must_agree(args)
-    assert spec._must_agree(args._replace(weight=args.weight[:5])) == plain
+    plain = agree.must_agree(args)
+    assert agree.must_agree(args._replace(weight=args.weight[:5])) == plain
     changes = changes_of(args)
     beside = changes["other_targets"]["given"]
-    of_teacher = spec._must_agree(args._replace(other_targets=beside))
+    of_teacher = agree.must_agree(args._replace(other_targets=beside))
     fewer = replace(beside, weight=beside.weight[:5])
-    assert spec._must_agree(args._replace(other_targets=fewer)) == of_teacher
+    assert agree.must_agree(args._replace(other_targets=fewer)) == of_teacher
     for name, of_field in changes.items():
         for how, value in of_field.items():
             # A change of the teacher's is one from a call that has it.
             expected = of_teacher if how.partition(", ")[0] in OF_TEACHER else plain
-            differs = spec._must_agree(args._replace(**{name: value})) != expected
+            differs = agree.must_agree(args._replace(**{name: value})) != expected
             in_memory = how.rpartition(", ")[2] in ("strides", "device", "class")
             same = name in of_rank or in_memory or (name, how) == ("vocab_start", "")
             if name == "weight" and how == "shape":

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_distillation, fused_linear_topk_distillation
-from megatron_fused_ce.head import grad_weight
 from megatron_fused_ce.head.autograd import HeadOutputs, linear_cross_entropy
 from megatron_fused_ce.head.call import Call
 from megatron_fused_ce.kernels import gemm_variants
@@ -166,7 +165,7 @@ def test_main_grad_on_one_rank(rank: Rank, early) -> None:
         if rank.rank == 0 and (early or call):
             weight.main_grad = torch.zeros(1024, 512, device=rank.device)
         opens = open_grad_weight_for(weight, gradient_accumulation_fusion=True)
-        assert (grad_weight.kind_of(opens) == "main_grad") == hasattr(weight, "main_grad")
+        assert (getattr(opens, "kind", "") == "main_grad") == hasattr(weight, "main_grad")
         out = linear_cross_entropy(
             Call(hidden, weight, labels, tp_group=group, config=config, open_grad_weight=opens)
         )
@@ -334,7 +333,7 @@ OF_A_LOSS: dict[str, tuple[dict[str, Any], str]] = {
 DISAGREE, CUT = "disagree on labels or teacher", "one cut of the vocabulary|teacher's shard does not fit"
 OF_A_TEACHER: dict[str, tuple[dict[str, Any], str]] = {
     "no tensor": ({"teacher_hidden": [1.0]}, "teacher_hidden is a list"),
-    "tokens of both": ({"teacher_hidden": ones(6, 1, 3)}, r"expected \(8, 1, 3\), the student's tokens"),
+    "tokens of both": ({"teacher_hidden": ones(6, 1, 3)}, r"of the student's tokens \(8, 1\)"),
     "a gradient": ({"teacher_hidden": ones(8, 1, 3).requires_grad_()}, "the teacher gets none"),
     "H_t": ({"teacher_hidden": ones(8, 1, 2), "teacher_weight": ones(5, 2)}, DISAGREE),
     "dtype": ({"teacher_hidden": ones(8, 1, 3).half(), "teacher_weight": ones(5, 3).half()}, DISAGREE),

@@ -403,7 +403,6 @@ MODEL = "--model llama-3-8b --seq-length 8192"
         (f"{MODEL} --seq-length 0", "expected a whole number from 1 to 1000000000"),
         (f"{MODEL} --gpus 8 --global-batch-size 12", "give a multiple of 8"),
         (f"{MODEL} --num-query-groups 5", "32 attention heads cannot be divided into 5 query groups"),
-        (f"{MODEL} --fused-ce-num-chunks 2 --fused-ce-chunk-tokens 2", "not allowed with argument"),
         (f"{MODEL} --gpu tpu", "no GPU 'tpu'; there are h100-80gb, h200-141gb"),
         (f"--from-launch '{TINY} --ffn-hidden-size <SIZE>'", "--ffn-hidden-size is <SIZE>, a place"),
         (f"{MODEL} --moe-layer-freq __import__('os')", "no list of 0 and 1"),
@@ -447,7 +446,7 @@ def test_what_a_script_lacks_is_asked_for_and_what_it_has_not_is_an_error(tmp_pa
     assert plan_of([*plan, "--seq-length", "64", "--gpus", "2"]).notes == []
     # Without the parser of bash.
     monkeypatch.setitem(sys.modules, "tree_sitter_bash", None)
-    monkeypatch.delitem(sys.modules, "megatron_fused_ce.plan.shell_words", raising=False)
+    monkeypatch.delitem(sys.modules, "megatron_fused_ce.plan.shell_script", raising=False)
     assert command.main(plan) == 2
     assert "pip install tree-sitter tree-sitter-bash" in capsys.readouterr().err
     assert setting_of(["--from-launch", TINY]).model.num_layers == 2

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from megatron_fused_ce.plan import command, launch_script
-from megatron_fused_ce.plan.shell_words import Reader, unknowns
+from megatron_fused_ce.plan.shell_script import Reader
+from megatron_fused_ce.plan.shell_words import unknowns
 from tests.support import megatron_scripts
 from tests.support.checkouts import on_checkouts
 from tests.support.random_scripts import Script

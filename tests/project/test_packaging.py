@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from email.parser import HeaderParser
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megatron_fused_ce.__main__ import COMMANDS
 from tests.support.megatron import CORE_0_19
@@ -27,6 +27,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TRACKED = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "megatron_fused_ce", "kernels", "scripts")
 #: Of scripts/ what a wheel has: the commands of users, and what they need.
 SHIPPED = ("bench", "lib", "runs")
+#: Of those what no command imports.
+LEFT_OUT = {f"megatron_fused_ce/scripts/bench/{name}.py" for name in ("commits", "trained")}
 #: Tells type checkers that the package has types.
 MARKER = "megatron_fused_ce/py.typed"
 #: What `plan` reads.
@@ -56,7 +58,7 @@ def modules_of_the_tree() -> set[str]:
         file.as_posix()
         for file in package | linked
         if "__pycache__" not in file.parts and not {"demo", "dev"} & set(file.parts)
-    }
+    } - LEFT_OUT
 
 
 def missing_tools() -> list[str]:
@@ -116,6 +118,28 @@ def python(wheel, tmp_path_factory) -> Path:
     return python
 
 
+def test_the_image_holds_what_is_packed():
+    """No Docker runs here: the Dockerfile's command is run from the wheel below."""
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    copied = [word for line in lines if line.startswith("COPY") for word in line.split()[1:-1]]
+    assert sorted(copied) == sorted(TRACKED)
+    assert {"ARG BASE=nvcr.io/nvidia/pytorch:25.10-py3", "FROM ${BASE}"} < set(lines)
+    assert lines[-1] == 'CMD ["python", "-m", "megatron_fused_ce", "selfcheck"]' and "selfcheck" in COMMANDS
+
+
+def test_what_the_workflows_run():
+    """Targets of the Makefile, as make reads them; tests run what is behind lint, docs and tests."""
+    found = {}
+    for file in (ROOT / ".github" / "workflows").glob("*.yml"):
+        (job,) = yaml.safe_load(file.read_text())["jobs"].values()
+        found[file.stem] = [step["run"] for step in job["steps"] if "run" in step]
+    assert found == {"tests": ["make test", "make test-rest"], "site": ["make docs"]}
+    assert (ROOT / ".ci" / "run").read_text().splitlines()[-2:] == found["tests"]
+    for line in [*found["tests"], *found["site"]]:
+        made = run(*line.split(), "-n", f"PY={sys.executable}", cwd=ROOT).stdout
+        assert f"{sys.executable} -m {'sphinx' if 'docs' in line else 'pytest'}" in made
+
+
 def test_the_sdist_holds_plain_files(sdist):
     """The link to kernels/ is a folder in it, and nothing of tests or results comes along."""
     with tarfile.open(sdist) as archive:
@@ -163,7 +187,61 @@ def test_the_metadata(wheel):
     assert not any("License ::" in words for words in metadata.get_all("Classifier"))
     assert "Megatron-LM" in metadata["Keywords"].split(",")
     needed = [words for words in metadata.get_all("Requires-Dist") if "extra ==" not in words]
-    assert {re.split(r"[^\w-]", words)[0] for words in needed} == {"torch", "triton"}
+    assert needed == ["torch"]
+
+
+#: What an environment has; torch and triton of the index are newer.
+ENVIRONMENTS = {
+    "old torch": {"torch": "2.5.1", "triton": "3.1.0"},
+    "NGC 25.01": {"torch": "2.6.0a0+nv25.01", "pytorch_triton": "3.1.0"},
+    "NGC 25.10": {"torch": "2.9.0a0+nv25.10", "pytorch_triton": "3.4.0"},
+    "ROCm": {"torch": "2.9.0+rocm6.4", "pytorch_triton_rocm": "3.5.0"},
+    "CPU": {"torch": "2.13.0+cpu"},
+    "nothing": {},
+}
+
+
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_pip_replaces_neither_torch_nor_triton(wheel, tmp_path, name):
+    def stub(folder: Path, package: str, version: str, needs: str = "") -> Path:
+        info = folder / f"{package}-{version}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n{needs}")
+        (info / "WHEEL").write_text("Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        (info / "RECORD").touch()
+        return info
+
+    run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "env")
+    (site,), index = (tmp_path / "env").glob("lib/*/site-packages"), tmp_path / "index"
+    for package, version in ENVIRONMENTS[name].items():
+        stub(site, package, version)
+    for package, needs in {"torch": "Requires-Dist: triton\n", "triton": ""}.items():
+        info = stub(index, package, "99.0", needs)
+        with zipfile.ZipFile(index / f"{package}-99.0-py3-none-any.whl", "w") as archive:
+            for file in info.iterdir():
+                archive.write(file, f"{info.name}/{file.name}")
+    pip = (sys.executable, "-m", "pip", "--python", tmp_path / "env/bin/python")
+    words = ("install", "--dry-run", "-q", "--report", "-", "--no-index", "--find-links", index, wheel)
+    done = run(*pip, *words, env={"PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": ""})
+    asked = {item["metadata"]["name"] for item in json.loads(done.stdout)["install"]}
+    assert asked == {"megatron-fused-ce"} | ({"torch", "triton"} if name == "nothing" else set())
+
+
+def test_links_of_the_readme_are_absolute_where_there_is_an_address(tree, tmp_path):
+    copy, address = tmp_path / "tree", "https://example.org/fused"
+    shutil.copytree(tree, copy, symlinks=True)
+    setup = (copy / "setup.py").read_text()
+    (copy / "setup.py").write_text(setup.replace('ADDRESS = ""', f'ADDRESS = "{address}"', 1))
+    (copy / "README.md").write_text(
+        '![p](docs/p.svg) [d](docs/d.md#a) [b](#b) [w](https://w) <img src="docs/q.svg">'
+    )
+    info = run(sys.executable, "-c", BUILD, "prepare_metadata_for_build_wheel", tmp_path, cwd=copy)
+    text = (tmp_path / info.stdout.split()[-1] / "METADATA").read_text()
+    assert HeaderParser().parsestr(text).get_payload().strip() == (
+        f"![p]({address}/raw/main/docs/p.svg) [d]({address}/blob/main/docs/d.md#a) [b](#b) [w](https://w) "
+        f'<img src="{address}/raw/main/docs/q.svg">'
+    )
+    assert f"Project-URL: Source, {address}" in text
 
 
 def test_every_module_imports_from_elsewhere(python, tmp_path):
@@ -183,13 +261,16 @@ def test_every_module_imports_from_elsewhere(python, tmp_path):
     assert all(python.parents[1] in file.parents for file in files)
 
 
-def test_the_commands_run_from_elsewhere(python, tmp_path):
+def test_the_commands_run_from_elsewhere_on_a_cpu_without_triton(python, tmp_path):
     used = set()
+    (tmp_path / "hidden").mkdir()
+    (tmp_path / "hidden" / "triton.py").write_text("raise ModuleNotFoundError(name='triton')")
+    env = {"PYTHONPATH": str(tmp_path / "hidden")}
 
     def command(words: str, ok: bool = True) -> subprocess.CompletedProcess[str]:
         if ok:
             used.add(words.split()[0])
-        return run(python, "-m", "megatron_fused_ce", *words.split(), cwd=tmp_path, ok=ok)
+        return run(python.with_name("megatron-fused-ce"), *words.split(), cwd=tmp_path, env=env, ok=ok)
 
     plan = "plan --model llama-3-8b --gpus 8 --tp 4 --sequence-parallel --seq-length 32768"
     assert json.loads(command(f"{plan} --json").stdout)
@@ -215,6 +296,10 @@ def test_the_commands_run_from_elsewhere(python, tmp_path):
     assert (
         "6 calls against fp64, 0 wrong" in command("selfcheck --device cpu --calls 6 --out right.json").stdout
     )
+    # What selfcheck starts on a GPU.
+    tiny = "--device cpu --dtype float32 --shapes tiny --tokens 64 --strategies store --out times.json"
+    run(python, "-m", "megatron_fused_ce.scripts.bench", *tiny.split(), cwd=tmp_path, env=env)
+    assert json.loads((tmp_path / "times.json").read_text())["rows"]
     assert str(python.parents[1]) in command("autoload status").stdout
     assert used == set(COMMANDS)
     bad = command("paln", ok=False)

@@ -37,4 +37,4 @@ for i in range(1, end + 1):
         "grad norm: 1.000 | number of skipped iterations:   0 | number of nan iterations:   0 |"
     )
 if flag and "--idle" not in goes_wrong:
-    print(f"[fused-ce] heads evaluated fused: {end}, logits materialised: 0, heads on the stock path: 0")
+    print(f"[fused-ce] heads: {end} fused, 0 on the stock path; logits materialised: 0")

@@ -158,7 +158,8 @@ def counted() -> Iterator[Flag]:
         with contextlib.redirect_stdout(printed):
             yield seen
     finally:
-        seen.counts, seen.said = (counters.fused, counters.materialised, counters.stock), printed.getvalue()
+        counts = counters.fused, counters.materialised, counters.stock
+        seen.counts, seen.said = counts, printed.getvalue().replace("\n[fused-ce]   ", " ")
         print(seen.said, end="")
 
 

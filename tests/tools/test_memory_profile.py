@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import glob
 import os
+import re
 import sys
 import types
 from pathlib import Path
 
+import megatron.core
 import pytest
 import torch
 
@@ -58,7 +61,10 @@ STACKS = [
     (HEAD, "transformer_engine/pytorch/triton/cross_entropy.py:cross_entropy_forward"),
     (HEAD, f"{CORE}/models/common/language_module/language_module.py:compute_language_model_loss"),
     (HEAD, f"{CORE}/transformer/multi_token_prediction.py:process_mtp_loss {MODEL}:_postprocess"),
-    (HEAD, f"megatron_fused_ce/op.py:f megatron_fused_ce/adapter/x.py:f {MODEL}:_postprocess {LAUNCH}"),
+    (
+        HEAD,
+        f"megatron_fused_ce/head/loop.py:f megatron_fused_ce/adapter/x.py:f {MODEL}:_postprocess {LAUNCH}",
+    ),
     (HEAD, "megatron_fused_ce/kernels/row_kernels.py:row_statistics"),
     (LAYERS, f"{CORE}/transformer/mlp.py:forward {MODEL}:forward megatron_fused_ce/adapter/x.py:f {LAUNCH}"),
     (LAYERS, "transformer_engine/pytorch/module/linear.py:backward"),
@@ -87,6 +93,25 @@ STACKS = [
 @pytest.mark.parametrize(("category", "stack"), STACKS)
 def test_categories(stack, category):
     assert category_of(frames(*stack.split())) == category
+
+
+def test_every_rule_matches_a_function_that_exists():
+    """Else a file that moves turns the picture grey, and nothing says so."""
+    folders = [
+        ROOT / "megatron_fused_ce",
+        *(Path(package.__path__[0]) for package in (megatron.core, torch.optim)),
+    ]
+    files = [file for folder in folders for file in glob.iglob(f"{folder}/**/*.py", recursive=True)]
+    for category, file_pattern, function_pattern in memory_snapshots._RULES:
+        if file_pattern.pattern.startswith("transformer_engine"):
+            continue  # of GPUs alone
+        named = [file for file in files if file_pattern.search(file)]
+        functions = {name for file in named for name in re.findall(r"def (\w+)", Path(file).read_text())}
+        assert any(map(function_pattern.fullmatch, functions)), f"{category}: {file_pattern.pattern}"
+    ours = [Path(file).relative_to(folders[0]) for file in files if Path(file).is_relative_to(folders[0])]
+    of_head = {file for file in ours if category_of(frames(f"megatron_fused_ce/{file}:f")) == HEAD}
+    others = {file.with_suffix("").parts[0] for file in set(ours) - of_head}
+    assert others == {"adapter", "autoload", "autoload_start", "launch", "scripts"}
 
 
 # --- bytes over time -----------------------------------------------------------------------------
@@ -135,7 +160,7 @@ class Allocator:
         return snapshot([dict(block) for block in self.blocks.values()], list(self.trace))
 
 
-OURS, LAYER = "megatron_fused_ce/op.py:forward", f"{CORE}/transformer/mlp.py:forward"
+OURS, LAYER = "megatron_fused_ce/head/loop.py:forward", f"{CORE}/transformer/mlp.py:forward"
 
 
 def a_step():

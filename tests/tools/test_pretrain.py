@@ -28,7 +28,7 @@ number of skipped iterations:   0 | number of nan iterations:   0 |
 [Rank 0] (after 1 iterations) memory (MB) | allocated: 6408.50 | max allocated: 10624.25 | \
 reserved: 11000.00 | max reserved: 12000.00
  validation loss at iteration 1 on validation set | lm loss value: 5.400000E+00 | lm loss PPL: 2E+02 |
-[fused-ce] heads evaluated fused: 12, logits materialised: 0, heads on the stock path: 3
+[fused-ce] heads: 12 fused, 3 on the stock path; logits materialised: 0
 """
 
 
