@@ -52,6 +52,10 @@ class Late(Focal):
         object.__setattr__(self, "late", late)
 
 
+def capture(by):
+    return lambda self, rows: rows.loss * by
+
+
 def _with(**attributes):
     return {"terms": {"loss": type("Odd", (Focal,), attributes)(2.0)}}
 
@@ -159,6 +163,10 @@ REFUSED = {
             (_with(keeps=("weighted",)), TypeError, "expected a tuple of nothing"),
             (_with(gives=("beta",)), TypeError, "expected a tuple of at, alpha"),
             ({"terms": {"loss": 0.5 * Focal(ones(())) + losses.CrossEntropy()}}, TypeError, "has a tensor"),
+            ({"terms": {"loss": Focal((ones(()),))}}, TypeError, "has a tensor"),
+            ({"terms": {"loss": Focal(torch.nn.Linear(1, 1))}}, TypeError, "has a tensor"),
+            ({"terms": {"loss": 0.5 * Focal(capture(trained(1)))}}, TypeError, "has a tensor"),
+            (_with(value=capture(trained(1))), TypeError, "has a tensor"),
             ({"terms": {"loss": Late(2.0, 3.0)}}, TypeError, "is equal to terms with another late"),
             (
                 {"terms": {"best": losses.Predicted(), "loss": losses.CrossEntropy()}},
