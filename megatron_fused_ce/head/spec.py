@@ -338,6 +338,7 @@ def _plan(
         wgrad_accumulator=memory.WGRAD_ACCUMULATORS[settled.facts["wgrad_accumulator"]],
         token_weights_known=in_forward and call.token_weights is not None and not call.differentiable,
         promise_broken=promise_broken,
+        may_store=call.may_store and call.token_weights is None,
         logits_backend=logits.name,
         saves_logits=logits.saves_logits,
         device=_DEVICES[settled.facts["device"]],

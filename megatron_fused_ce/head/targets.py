@@ -48,9 +48,10 @@ def prepare(call: Call, spec: Spec) -> Prepared:
         kept = Kept.of(weights, num_kept)
     ids = in_token_order(labels, labels, comm.num_parts).to(torch.int64)
     columns, ignored = columns_of(ids, comm, spec.vocab_start, config), None
-    if config.ignore_index is not None:
-        ignored = ids == config.ignore_index
-        columns = columns.masked_fill(ignored, -1)
+    if (label := config.ignored_label) is not None:
+        ignored = ids == label
+        if label >= 0:
+            columns = columns.masked_fill(ignored, -1)
     read_again = spec.needs_grad and (spec.remakes or not spec.logits.saves_e)
     if read_again and columns.data_ptr() == labels.data_ptr():
         columns = columns.clone()  # the caller may refill the labels' buffer before the backward

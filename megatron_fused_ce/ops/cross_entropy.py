@@ -10,8 +10,9 @@ from torch import Tensor
 
 from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.head.autograd import linear_cross_entropy
-from megatron_fused_ce.head.call import DEFAULT_CONFIG, Call, takes_config
+from megatron_fused_ce.head.call import Call, config_of_loss, takes_config
 from megatron_fused_ce.losses.outputs import differentiable_of
+from megatron_fused_ce.ops.arguments import sequence_first
 
 
 class TokenOutputs(NamedTuple):
@@ -36,6 +37,7 @@ def fused_linear_cross_entropy(
     *,
     tp_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
+    batch_first: bool = False,
     token_weights: Tensor | None = None,
     vocab_start: int | None = None,
     config: FusedCEConfig | None = None,
@@ -96,8 +98,10 @@ def fused_linear_cross_entropy(
     Source: vocab-parallel cross-entropy, Shoeybi et al. 2019 (arXiv:1909.08053); chunking and
     recomputation of the logits: docs/design.md.
     """
-    config = DEFAULT_CONFIG if config is None else config
-    call = Call(hidden, weight, labels, tp_group, sequence_parallel, token_weights, vocab_start, config)
+    call = Call(
+        sequence_first(hidden, batch_first), weight, labels, tp_group, sequence_parallel, token_weights,
+        vocab_start, config_of_loss(config), may_store=True,
+    )  # fmt: skip
     return linear_cross_entropy(call).loss
 
 
@@ -111,6 +115,7 @@ def fused_linear_token_outputs(
     differentiable: bool = True,
     tp_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
+    batch_first: bool = False,
     token_weights: Tensor | None = None,
     vocab_start: int | None = None,
     config: FusedCEConfig | None = None,
@@ -141,11 +146,9 @@ def fused_linear_token_outputs(
     wrong = None
     if isinstance(outputs, str):
         wrong = TypeError(f"outputs is the string {outputs!r}; expected a sequence of names, ({outputs!r},)")
-    config = DEFAULT_CONFIG if config is None else config
-    call = Call(hidden, weight, labels, tp_group, sequence_parallel, token_weights, vocab_start, config)
-    call = call._replace(
-        outputs=tuple(outputs),
-        differentiable=differentiable_of(outputs) if differentiable else (),
-        caller_error=wrong,
-    )
+    call = Call(
+        sequence_first(hidden, batch_first), weight, labels, tp_group, sequence_parallel, token_weights,
+        vocab_start, config_of_loss(config), tuple(outputs),
+        differentiable_of(outputs) if differentiable else (), caller_error=wrong, may_store=True,
+    )  # fmt: skip
     return TokenOutputs(**linear_cross_entropy(call).outputs)

@@ -195,7 +195,8 @@ def plain_head(inputs: HeadInputs, dtype: torch.dtype, roundings: Roundings | No
     if options.z_loss:
         loss = loss + options.z_loss * term(z).logsumexp(-1) ** 2
     if options.ignore_index is not None:
-        loss = loss.masked_fill(labels == options.ignore_index, 0.0)
+        ignored = -100 if options.ignore_index == "auto" else options.ignore_index
+        loss = loss.masked_fill(labels == ignored, 0.0)
     return _result(inputs, loss, hidden, weight, roundings, log_of_sum)
 
 
