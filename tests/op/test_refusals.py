@@ -255,6 +255,12 @@ REFUSED = {
 }
 
 
+for _, rows_of_function in REFUSED.values():
+    rows_of_function.append(
+        ({"sequence_parallel": True}, ValueError, "sequence_parallel=True without tp_group")
+    )
+
+
 @pytest.mark.parametrize(
     ("function", "given", "error", "words"),
     [
@@ -329,6 +335,7 @@ def test_all_tokens_where_a_part_is_expected():
         ({"true_vocab_size": 0}, "true_vocab_size must be 1 or more"),
         ({"true_vocab_size": 1, "label_smoothing": 0.1}, "two classes"),
         ({"ignore_index": 1.5}, "ignore_index must be a whole number"),
+        ({"ignore_index": "none"}, "ignore_index must be a whole number, None or 'auto'"),
         ({"num_chunks": 0}, "1 or more"),
         ({"chunk_tokens": -3}, "1 or more"),
         ({"num_chunks": 2.5}, "whole number"),
