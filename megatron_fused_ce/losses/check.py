@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,20 +52,20 @@ def check(
     if wrong := term.why_wrong() or ("" if term.gives else "has no gradient: its gives is empty"):
         raise TypeError(f"{term!r:.80} {wrong}")
     found: dict[str, str] = {}
-    of_labels = "at_labels" in term.gives
-    given: set[str] = set()
+    named: set[str] = set()
     for num_classes, counts in NUM_LABELS.items():
         s, labels = _rows(num_classes)
-        for count in ((num_labels,) if num_labels else counts) if of_labels else (0,):
-            of_count = _several(labels, count, num_classes) if count else labels
+        if "at_labels" not in term.gives or num_labels:
+            counts = (num_labels or 0,)
+        for count in counts:
             with torch.no_grad():  # as in a head
-                for words, where in _Trial(term, s, of_count).wrong(reference, given):
-                    found.setdefault(words, where)
-    if unsaid := [
-        part for part in _parts(term) if type(part).gives is Term.gives and given < set(part.gives)
-    ]:
-        found[f"{unsaid[0]!r:.60} does not say its gives: expected {tuple(sorted(given))}"] = ""
+                trial = _Trial(term, s, _several(labels, count, num_classes) if count else labels)
+                for words, off in trial.wrong(reference, named):
+                    if off.any():
+                        found.setdefault(words, trial.where(off))
     for part in _parts(term):
+        if type(part).gives is Term.gives and named < set(part.gives):
+            found[f"{part!r:.60} does not say its gives: expected {tuple(sorted(named))}"] = ""
         if part.attributes and not (is_dataclass(part) and type(part).__dataclass_params__.frozen):
             found[f"{part!r:.60} is not frozen: a head keeps what it has found out about a term"] = ""
     wrong = "\n".join(f"{words}{where}" for words, where in found.items())
@@ -73,17 +74,14 @@ def check(
 
 def _parts(term: Term) -> Iterator[Term]:
     """Terms that are no sum and no product."""
-    if term.parts[0] is term:
-        yield term
-    else:
-        for part in term.parts:
-            yield from _parts(part)
+    for part in term.parts:
+        yield from (part,) if part is term else _parts(part)
 
 
 def _rows(num_classes: int) -> tuple[Tensor, Tensor]:
     """Logits ``[C, V]`` in fp64, and labels."""
     generator = torch.Generator().manual_seed(num_classes)
-    wanted = [0.0, *torch.logspace(-8, 3, 34).tolist()]  # losses
+    wanted = [0.0, *torch.logspace(-8, 3, 35).tolist()]  # losses
     kinds = ("flat", "peaked", "tied", "-inf", "of no class", "of no class")
     count = len(wanted) + 2 * len(kinds)
     s = 3 * torch.randn(count, num_classes, dtype=torch.float64, generator=generator)
@@ -109,196 +107,166 @@ def _rows(num_classes: int) -> tuple[Tensor, Tensor]:
 
 
 def _several(labels: Tensor, count: int, num_classes: int) -> Tensor:
-    """Labels ``[C, K]``: the first, others, the last one again; some of no class, some empty."""
-    place = torch.arange(count)
+    """Labels ``[C, K]``: these, others, the last one as the second; some of no class, some empty."""
+    place = 4 * torch.arange(count)
     place[-1] = place[min(1, max(count - 2, 0))]
-    several = torch.where(labels.unsqueeze(1) < 0, labels.unsqueeze(1), (labels.unsqueeze(1) + 4 * place))
-    several = torch.where(several < num_classes, several, several % num_classes)
+    several = (labels.unsqueeze(1) + place) % num_classes
     several[:, 0] = labels
     if count > 1:
         several[len(labels) // 2 :: 5, count // 2], several[2::5, 1] = num_classes, EMPTY
     return several
 
 
+#: What may be wrong, in words, and of which tokens: bool ``[..., C]``, or ``[]``.
+Found = Iterator[tuple[str, Tensor]]
+
+
 class _Trial:
-    """A term on rows, its values and its pulls."""
+    """A term on rows."""
 
     def __init__(self, term: Term, s: Tensor, labels: Tensor) -> None:
-        self.term, self.s, self.labels = term, s, labels
+        self.term, self.s, self.labels, self.count = term, s, labels, len(labels)
         self.rows = _merged(term, s, labels)
         self.saved = _saved(term, self.rows)
-        self.count = len(labels)
         self.generator = torch.Generator().manual_seed(1)
+        self.shape = labels.t().shape if term.per_label else labels.shape[:1]
+        self.upstream, self.other = (self.random(*self.shape) for _ in range(2))
+        self.upstream += 0.5 * self.upstream.sign()
+        self.other[..., ::5] = 0.0
 
-    def upstream(self, shape: torch.Size) -> Tensor:
-        """0.5 to 2, of either sign."""
-        u = torch.rand(shape, dtype=torch.float64, generator=self.generator) * 1.5 + 0.5
-        return torch.where(torch.rand(shape, generator=self.generator) < 0.5, -u, u)
+    def random(self, *shape: int) -> Tensor:
+        """-1 to 1."""
+        return 2 * torch.rand(shape, dtype=torch.float64, generator=self.generator) - 1
 
-    def where(self, wrong: Tensor) -> str:
-        """A token among ``wrong`` ``[..., C]``, in words."""
-        token = int(wrong.reshape(-1, self.count).any(0).nonzero()[0])
+    def where(self, off: Tensor) -> str:
+        """A token, in words."""
+        if not off.dim():
+            return ""
+        token = int(off.reshape(-1, self.count).any(0).nonzero()[0])
         label, lse = self.labels[token].tolist(), float(self.s[token].logsumexp(0))
         return f" (on a token of loss {float(self.rows.loss[token]):.3g}, logsumexp {lse:.3g}, label {label})"
 
-    def pull(self, rows: Rows, upstream: Tensor | float, labels: Tensor | None = None) -> Tensor:
-        """Its coefficients ``[4 + K, C]``."""
-        made = self.term.pull(rows, upstream.clone() if isinstance(upstream, Tensor) else upstream)
-        return _stack(made, self.labels if labels is None else labels)
+    def pull(self, upstream: Tensor | float, rows: Rows | None = None, of: Any = slice(None)) -> Tensor:
+        """Its coefficients ``[4 + K, C]``, from what a backward has, or from other rows."""
+        given = upstream.clone() if isinstance(upstream, Tensor) else upstream
+        return _stack(self.term.pull(self.saved if rows is None else rows, given), self.labels[of])
 
-    def wrong(self, reference: Callable[..., Tensor] | None, given: set[str]) -> Iterator[tuple[str, str]]:
-        term, s, labels, rows, saved = self.term, self.s, self.labels, self.rows, self.saved
+    def wrong(self, reference: Callable[..., Tensor] | None, named: set[str]) -> Found:
+        """``named`` gets the coefficients that its pulls have."""
+        term, rows, saved = self.term, self.rows, self.saved
         before = [x.clone() for x in _read(rows, saved)]
-        value = term.value(rows)
-        shape = labels.t().shape if term.per_label else labels.shape[:1]
-        if value.shape != shape:
+        self.value = value = term.value(rows)
+        if value.shape != self.shape:
             of_each = "label" if term.per_label else "token"
-            yield f"its value is {tuple(value.shape)}; expected one for each {of_each}, {tuple(shape)}", ""
+            words = f"its value is {tuple(value.shape)}; expected one for each {of_each}, {tuple(self.shape)}"
+            yield words, torch.tensor(True)
             return
-        finite = torch.isfinite(value)
-        counts = finite.view(-1, self.count).all(0)
-        if value.isnan().any():
-            yield "its value is NaN", self.where(value.isnan())
+        self.counts = torch.isfinite(value).view(-1, self.count).all(0)
+        yield "its value is NaN", value.isnan()
         if reference is not None:
-            expected = reference(s, labels)
-            off = _off(value, expected.to(value.dtype), SLOPE_TOLERANCE)
-            if off.any():
-                yield "its value is not the reference's", self.where(off)
-        upstream, ones = self.upstream(shape), torch.ones(shape, dtype=s.dtype)
-        mine = upstream.clone()
-        pull = term.pull(saved, mine)
+            expected = reference(self.s, self.labels).to(value.dtype)
+            yield "its value is not the reference's", _off(value, expected, SLOPE_TOLERANCE)
+        given = self.upstream.clone()
+        pull, ones = term.pull(saved, given), torch.ones(self.shape, dtype=value.dtype)
         if not isinstance(pull, Pull):
-            raise AssertionError(
-                f"pull of {term!r:.80} returns {type(pull).__name__}; expected a losses.Pull"
-            )
-        of_backward = _stack(pull, labels)
-        if not torch.equal(mine, upstream):
-            yield "its pull changes its upstream in place", ""
-        for made in (pull, term.pull(saved, 1.0), term.pull(rows, ones.clone())):
-            named = {name for name, of in made._asdict().items() if of is not None}
-            given |= named
-            if beyond := named.difference(term.gives):
-                yield f"its pull has {' and '.join(sorted(beyond))}, not among its gives, {term.gives}", ""
+            kind = type(pull).__name__
+            raise AssertionError(f"pull of {term!r:.80} returns {kind}; expected a losses.Pull")
+        yield "its pull changes its upstream in place", (given != self.upstream).any()
         with torch.enable_grad():
-            made = (term.value(rows), *(x for x in term.pull(saved, ones.clone()) if isinstance(x, Tensor)))
-        if any(x.requires_grad for x in made):
-            yield "it requires a gradient, of a tensor that is no argument: it would get none", ""
-        yield from self._gradient(pull, upstream, value, counts)
-        yield from self._linear(upstream, of_backward, counts)
-        again = term.value(rows)
-        if any(_off(one, other).any() for one, other in zip(_read(rows, saved), before, strict=True)):
-            yield "it changes the statistics in place, which others read", ""
-            return
-        if (off := _off(again, value)).any():
-            yield "its value is another in another call", self.where(off)
-        yield from self._chunks(upstream, value, of_backward, counts)
-        yield from self._fp32(counts)
+            made = [pull, term.pull(saved, 1.0), term.pull(rows, ones)]
+            of_call = [term.value(rows), *(x for each in made for x in each if isinstance(x, Tensor))]
+        for each in made:
+            named |= {name for name, of in each._asdict().items() if of is not None}
+        beyond = " and ".join(sorted(named.difference(term.gives)))
+        yield f"its pull has {beyond}, not among its gives, {term.gives}", torch.tensor(bool(beyond))
+        words = "it requires a gradient, of a tensor that is no argument: it would get none"
+        yield words, torch.tensor(any(x.requires_grad for x in of_call))
+        yield from self.slopes(pull)
+        yield from self.linear()
+        yield "its value is another in another call", _off(term.value(rows), value)
+        changed = [_off(*pair).any() for pair in zip(_read(rows, saved), before, strict=True)]
+        yield "it changes the statistics in place, which others read", torch.stack(changed).any()
+        yield from self.chunks()
+        yield from self.in_fp32()
 
-    def _gradient(
-        self, pull: Pull, upstream: Tensor, value: Tensor, counts: Tensor
-    ) -> Iterator[tuple[str, str]]:
-        term, s, labels, saved = self.term, self.s, self.labels, self.saved
-        slope, tolerance = (
-            (upstream.abs() if i else upstream).view(-1, self.count, 1) * x
-            for i, x in enumerate(_slope(term, s, labels))
-        )
-        slope, tolerance = slope.sum(0), tolerance.sum(0).amax(1)
-        made = _gradient(pull, s, saved, labels)
-        tolerance += SLOPE_TOLERANCE * slope.abs().amax(1)
-        off = ~((made - slope).abs() <= tolerance.unsqueeze(1)) & counts.unsqueeze(1)
-        if off.any():
-            is_label = (labels.view(self.count, -1, 1) == torch.arange(s.shape[1])).any(1)
-            where = [
-                words
-                for words, of in (
-                    ("labels' columns (at, at_labels)", is_label),
-                    ("other columns", ~is_label),
-                )
-                if (off & of).any()
-            ]
-            yield (
-                f"its pull is not the gradient of its value in {' and '.join(where)}",
-                self.where(off.any(1)),
-            )
-        if term.bound is not None:
-            of_one = _gradient(term.pull(saved, torch.ones_like(upstream)), s, saved, labels)
-            off = (of_one.abs() > term.bound * (1 + TOLERANCE)).any(1) & counts
-            if off.any():
-                yield f"an entry of its row gradient is larger than its bound, {term.bound}", self.where(off)
+    def slopes(self, pull: Pull) -> Found:
+        slope, tolerance = _slope(self.term, self.s, self.labels)
+        weights = self.upstream.view(-1, self.count, 1)
+        slope, tolerance = (weights * slope).sum(0), (weights.abs() * tolerance).sum(0).amax(1, True)
+        tolerance += SLOPE_TOLERANCE * slope.abs().amax(1, True)
+        made = _gradient(pull, self.s, self.saved, self.labels)
+        off = (~((made - slope).abs() <= tolerance) & self.counts.unsqueeze(1)).t()
+        classes = torch.arange(self.s.shape[1]).view(-1, 1, 1)
+        is_label = (self.labels.view(self.count, -1) == classes).any(-1)
+        for words, columns in (("labels' columns (at, at_labels)", is_label), ("other columns", ~is_label)):
+            yield f"its pull is not the gradient of its value in {words}", off & columns
+        if (bound := self.term.bound) is not None:
+            of_one = self.term.pull(self.saved, torch.ones(self.shape, dtype=slope.dtype))
+            large = _gradient(of_one, self.s, self.saved, self.labels).abs() > bound * (1 + TOLERANCE)
+            yield f"an entry of its row gradient is larger than its bound, {bound}", large.t() & self.counts
 
-    def _linear(self, upstream: Tensor, of_backward: Tensor, counts: Tensor) -> Iterator[tuple[str, str]]:
-        rows, saved = self.rows, self.saved
-        other = self.upstream(upstream.shape)
+    def linear(self) -> Found:
+        upstream, other, right = self.upstream, self.other, self.pull(self.upstream)
         tens = 10.0 ** torch.linspace(-DECADES, DECADES, self.count, dtype=torch.float64)
-        for far in (tens[torch.randperm(self.count, generator=self.generator)], tens.flip(0), tens):
-            off = _off(self.pull(saved, upstream * far) / far, of_backward) & counts
-            if off.any():
-                yield "its pull is not linear in the upstream gradient", self.where(off)
-        both = self.pull(saved, upstream + 2 * other)
-        if (off := _off(both, of_backward + 2 * self.pull(saved, other)) & counts).any():
-            yield "its pull is not linear in the upstream gradient", self.where(off)
-        if (off := _off(self.pull(rows, upstream), of_backward, SLOPE_TOLERANCE) & counts).any():
-            yield "its pull reads other statistics in a forward than in a backward", self.where(off)
+        made = [
+            (self.pull(upstream * far) / far, right)
+            for far in (tens, tens.flip(0), tens.roll(self.count // 2))
+        ]
+        made.append((self.pull(upstream + 2 * other), right + 2 * self.pull(other)))
+        for pair in made:
+            yield "its pull is not linear in the upstream gradient", _off(*pair) & self.counts
+        words = "its pull reads other statistics in a forward than in a backward"
+        yield words, _off(self.pull(upstream, self.rows), right, SLOPE_TOLERANCE) & self.counts
         for number in (1.0, 0.5, 10.0**DECADES):
-            of_tensor = self.pull(saved, torch.full_like(upstream, number))
-            if (off := _off(self.pull(saved, number), of_tensor, SLOPE_TOLERANCE) & counts).any():
-                yield (
-                    f"its pull takes the number {number} for something else than {number} for each token",
-                    self.where(off),
-                )
+            words = f"its pull takes the number {number} for something else than {number} for each token"
+            of_tensor = self.pull(torch.full_like(upstream, number))
+            yield words, _off(self.pull(number), of_tensor, SLOPE_TOLERANCE) & self.counts
 
-    def _chunks(
-        self, upstream: Tensor, value: Tensor, of_backward: Tensor, counts: Tensor
-    ) -> Iterator[tuple[str, str]]:
+    def chunks(self) -> Found:
         """The same tokens in another order, cut at several places: all forwards, then all backwards."""
-        count, order = self.count, torch.randperm(self.count, generator=self.generator)
-        for length in (1, count // 3, count - 1, count):
-            chunks = order.split(length)
-            rows = [_merged(self.term, self.s[of], self.labels[of]) for of in chunks]
-            values = torch.cat([self.term.value(each) for each in rows], -1)
-            pulls = [
-                self.pull(_saved(self.term, each), upstream[..., of], self.labels[of])
-                for each, of in zip(rows, chunks, strict=True)
-            ]
-            off = _off(values, value[..., order], SLOPE_TOLERANCE).view(-1, count).any(0)
-            off |= (_off(torch.cat(pulls, -1), of_backward[:, order], SLOPE_TOLERANCE) & counts[order]).any(0)
-            if off.any():
-                yield "a token's result depends on the other tokens", self.where(off[order.argsort()])
+        count, right = self.count, self.pull(self.upstream)
+        order = torch.randperm(count, generator=self.generator)
+        back = order.argsort()
+        for length in (count // 4, count // 3 + 1, count - 1, count):
+            rows = [(of, _merged(self.term, self.s[of], self.labels[of])) for of in order.split(length)]
+            values = torch.cat([self.term.value(each) for _, each in rows], -1)[..., back]
+            pulls = [self.pull(self.upstream[..., of], _saved(self.term, each), of) for of, each in rows]
+            of_pull = _off(torch.cat(pulls, -1)[:, back], right, SLOPE_TOLERANCE) & self.counts
+            off = _off(values, self.value, SLOPE_TOLERANCE).view(-1, count).any(0) | of_pull.any(0)
+            yield "a token's result depends on the other tokens", off
 
-    def _fp32(self, counts: Tensor) -> Iterator[tuple[str, str]]:
+    def in_fp32(self) -> Found:
         """In fp32 as in fp64 of the same statistics, but for what one rounding of these makes of it: of sure
         tokens with one label relative to the result, of others to 1 where that is less."""
         sure = (self.rows.loss < 1e-2) & (self.labels.dim() == 1)
-        low = _in_dtype(self.rows, torch.float32)
-        high = _in_dtype(low, torch.float64)
-        of_term = {
-            "value": self.term.value,
-            "pull": lambda rows: self.pull(_saved(self.term, rows), 1.0),
-        }
-        for name, made in of_term.items():
+        low = self.in_dtype(self.rows, torch.float32)
+        high = self.in_dtype(low, torch.float64)
+        made_low = (self.term.value(low), *self.term.pull(_saved(self.term, low), 1.0))
+        others = {str(x.dtype) for x in made_low if isinstance(x, Tensor)} - {"torch.float32"}
+        yield f"it makes {' and '.join(others)} of fp32", torch.tensor(bool(others))
+        for name, made in (("value", self.term.value), ("pull", self.from_forward)):
             ours, true = made(low).double(), made(high)
-            moved = [(made(_in_dtype(high, torch.float64, self.generator)) - true).abs() for _ in range(6)]
+            moved = [(made(self.in_dtype(high, rounded=True)) - true).abs() for _ in range(6)]
             allowed = 8 * torch.stack(moved).amax(0) + FP32_TOLERANCE * true.abs().clamp(min=1e-35)
             allowed = torch.where(sure, allowed, allowed.clamp(min=1e-5))
-            inf = true.abs() > torch.finfo(torch.float32).max
-            off = ~((ours - true).abs() <= allowed) & ~inf & torch.isfinite(true) & counts
-            if off.any():
-                yield f"in fp32 its {name} has lost its digits", self.where(off)
+            fits = (true.abs() <= torch.finfo(torch.float32).max) & self.counts
+            yield f"in fp32 its {name} has lost its digits", ~((ours - true).abs() <= allowed) & fits
 
+    def from_forward(self, rows: Rows) -> Tensor:
+        return self.pull(1.0, _saved(self.term, rows))
 
-def _in_dtype(rows: Rows, dtype: torch.dtype, generator: torch.Generator | None = None) -> Rows:
-    """These rows of a forward in another dtype; with a generator rounded at random, as in fp32."""
-    merged = rows._merged
-    assert merged is not None
+    def in_dtype(self, rows: Rows, dtype: torch.dtype = torch.float64, rounded: bool = False) -> Rows:
+        """Rows of a forward in another dtype; or rounded at random, as in fp32."""
 
-    def of(x: Tensor | None) -> Tensor | None:
-        if x is None or generator is None:
-            return x if x is None else x.to(dtype)
-        return x * (1 + 2.0**-23 * (2 * torch.rand(x.shape, dtype=dtype, generator=generator) - 1))
+        def of(x: Tensor) -> Tensor:
+            return x * (1 + 2.0**-23 * self.random(*x.shape)) if rounded else x.to(dtype)
 
-    loss, terms, shifts = of(merged.loss), of(merged.terms), of(merged.label_shifts)
-    extra = ExtraStatistics.of(merged.extra.names, [of(x) for x in merged.extra.rows()])
-    return Rows(Merged(loss, terms, None, extra, shifts), num_classes=rows.num_classes)
+        merged = rows._merged
+        assert merged is not None
+        extra = ExtraStatistics.of(merged.extra.names, [of(x) for x in merged.extra.rows()])
+        shifts = None if merged.label_shifts is None else of(merged.label_shifts)
+        made = Merged(of(merged.loss), of(merged.terms), None, extra, shifts)
+        return Rows(made, num_classes=rows.num_classes)
 
 
 def _slope(term: Term, s: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -314,14 +282,10 @@ def _slope(term: Term, s: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         return made.view(-1, width, count)
 
     high, mid, low = value(s + step), value(s + 0 * step), value(s - step)
-    one_sided = ((high - mid) - (mid - low)).abs()  # of a bend within the step
-    noise = 1e-15 * mid.abs() + 1e-14
-    lost = s.t() == -torch.inf
-    made = [
-        torch.where(lost, 0.0, x).transpose(1, 2)
-        for x in ((high - low) / (2 * STEP), (one_sided + noise) / STEP)
-    ]
-    return made[0], made[1]
+    bend = ((high - mid) - (mid - low)).abs()
+    made = (high - low) / (2 * STEP), (bend + 1e-15 * mid.abs() + 1e-14) / STEP
+    slope, tolerance = (torch.where(s.t() == -torch.inf, 0.0, x).transpose(1, 2) for x in made)
+    return slope, tolerance
 
 
 def _merged(term: Term, s: Tensor, labels: Tensor, row_max: Tensor | None = None) -> Rows:
