@@ -143,10 +143,10 @@ SP4 = {"tp_size": 4, "num_parts": 4}
             "budget of 66 MiB",
         ),
         # Without token weights and a budget: one copy of the logits, up to 4 GiB.
-        (llama(16384, hidden_size=1024, **UNWEIGHTED), "mixed", 2, 8192, 1, "store needs"),
+        (llama(16384, hidden_size=1024, **UNWEIGHTED), "mixed", 8, 2048, 4, "store needs"),
         (llama(16384, hidden_size=1024, **STORES), "store", 2, 8192, 2, "what store needs"),
-        (llama(16800, hidden_size=1024, **STORES), "mixed", 3, 5632, 1, "what grad_in_forward needs"),
-        (llama(16384, 2000, hidden_size=1024, **STORES), "mixed", 4, 4096, 1, "budget of 2000 MiB"),
+        (llama(16800, hidden_size=1024, **STORES), "mixed", 9, 1920, 3, "what grad_in_forward needs"),
+        (llama(16384, 2000, hidden_size=1024, **STORES), "mixed", 11, 1536, 4, "budget of 2000 MiB"),
         # A device that nobody measured.
         (llama(32768, device="Other"), "grad_in_forward", 8, 4096, 0, "store needs"),
     ],
