@@ -51,7 +51,7 @@ def fused_linear_cross_entropy(
         loss = loss.view(s, b).T
 
     The strategy ``recompute`` holds one chunk ``[C, V]`` of logits at a time; ``store`` keeps all of them
-    until the backward. The loss is differentiable in ``hidden`` and ``weight``, once, for any upstream
+    until the backward, and without token weights and a budget ``auto`` takes it up to 4 GiB. The loss is differentiable in ``hidden`` and ``weight``, once, for any upstream
     gradient per token; that must be the same on every rank of the group.
 
     Args:
@@ -61,11 +61,12 @@ def fused_linear_cross_entropy(
             each other in rank order, and may differ in size. If the first call of a group had equal shards
             and a later head has unequal ones, that head needs ``config.debug_checks``.
         labels: ``[b, s]`` (for ``hidden`` of three dimensions) or ``[T]``, global token ids, the same
-            on every rank. An id outside the vocabulary, -100 too, has the loss of Megatron's unfused path,
-            ``lse - max``. ``config=FusedCEConfig(ignore_index=-100)`` gives PyTorch's convention: loss 0 and
-            no gradient for tokens labelled -100.
+            on every rank. Tokens labelled ``config.ignore_index``, -100 if it is not given, have loss 0 and
+            no gradient. Another id outside the vocabulary has the loss of Megatron's unfused path,
+            ``lse - max``; so has -100 with ``FusedCEConfig(ignore_index=None)``.
         tp_group: the tensor-parallel group; None if this rank holds the whole vocabulary.
         sequence_parallel: each rank of the group holds its own part of the tokens.
+        batch_first: ``hidden`` is ``[b, s, H]``, with sequence parallelism ``[b, s / R, H]``.
         token_weights: in the labels' shape. They promise that the upstream gradient will be a scalar times
             these weights, so that ``grad_in_forward`` can make the gradients in the forward. They never
             change the loss. For any other upstream gradient the backward makes the gradients again, with a

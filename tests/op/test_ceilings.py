@@ -34,8 +34,8 @@ class Counted(TorchDispatchMode):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is off where there is a GPU")
 @pytest.mark.parametrize(
     ("strategy", "ignored", "launches", "operators", "buffers"),
-    # Tokens labelled -100, if there may be some, are found once, and a mask fills losses and gradients. Two GEMMs are operators, views too. The scaled-exp GEMM is a launch. One buffer has the labels, which
-    # the caller may refill before the backward.
+    # Tokens labelled -100 take three operators. Two GEMMs are operators, views too. The scaled-exp GEMM is a
+    # launch. One buffer has the labels, which the caller may refill before the backward.
     [
         ("store", None, 5, 29, 13),
         ("recompute", None, 5, 33, 12),
