@@ -51,8 +51,9 @@ def fused_linear_cross_entropy(
         loss = loss.view(s, b).T
 
     The strategy ``recompute`` holds one chunk ``[C, V]`` of logits at a time; ``store`` keeps all of them
-    until the backward, and without token weights and a budget ``auto`` takes it up to 4 GiB. The loss is differentiable in ``hidden`` and ``weight``, once, for any upstream
-    gradient per token; that must be the same on every rank of the group.
+    until the backward, and without token weights and a budget ``auto`` takes it up to 4 GiB. The loss is
+    differentiable in ``hidden`` and ``weight``, once, for any upstream gradient per token; that must be the
+    same on every rank of the group.
 
     Args:
         hidden: ``[s, b, H]`` or ``[T, H]``, float32, bfloat16 or float16; with sequence parallelism
