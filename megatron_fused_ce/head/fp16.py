@@ -31,7 +31,7 @@ def scale_for_fp16(
         factor: bound of a token's row of gradients for an upstream gradient of 1; a number, or one a token.
     """
     largest = gradients[0].new_zeros(())
-    of_all = [sum(map(torch.abs, gradients)) / 4] if len(gradients) > 4 else []
+    of_all = [torch.stack([each.abs() for each in gradients]).sum(0) / 4] if len(gradients) > 4 else []
     for gradient in (*gradients, *of_all):
         if gradient.numel():
             reached = gradient.abs() if factor is None else gradient.abs() * factor

@@ -39,7 +39,7 @@ MAX_SPECS = 512
 TENSORS = ("hidden", "weight", "labels", "token_weights", "temperature")
 OPTIONS = (
     *("sequence_parallel", "vocab_start", "config", "outputs", "differentiable", "terms", "zero_unknown"),
-    *("reduce_grad_hidden", "with_argmax", "uses_in_flight", "head"),
+    *("reduce_grad_hidden", "with_argmax", "uses_in_flight", "may_store", "head"),
 )
 _tensors_of, _options_of = attrgetter(*TENSORS), attrgetter(*OPTIONS)
 

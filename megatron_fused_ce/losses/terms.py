@@ -298,8 +298,9 @@ class Term:
 
     def pull_own(self, rows: Rows, upstream: Coefficient) -> Pull:
         """:meth:`pull`; a user's gets a copy of ``upstream``, which others read."""
-        own = isinstance(upstream, Tensor) and not type(self).__module__.startswith(OF_PACKAGE)
-        return self.pull(rows, upstream.clone() if own else upstream)
+        if isinstance(upstream, Tensor) and not type(self).__module__.startswith(OF_PACKAGE):
+            upstream = upstream.clone()
+        return self.pull(rows, upstream)
 
     @property
     def kept(self) -> tuple[str, ...]:
