@@ -73,6 +73,10 @@ _HOMES = {
 }
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     if name in ("losses", "rl"):
         return import_module(f"{__name__}.{name}")

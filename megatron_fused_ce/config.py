@@ -45,8 +45,9 @@ class FusedCEConfig:
     label_smoothing: float = 0.0
     #: ``megatron``: the share is ``label_smoothing * K / (K - 1)`` of K classes; ``pytorch``: as given.
     label_smoothing_form: str = "megatron"
-    #: Tokens with this label have loss and log-probability 0 without a gradient; None: no label is ignored.
-    ignore_index: int | None = None
+    #: Tokens with this label have loss and log-probability 0 without a gradient; None: no label is ignored;
+    #: ``auto``: -100 in the functions for the loss of one label a token, none elsewhere.
+    ignore_index: int | str | None = "auto"
     #: Columns from this global id on (the padding) are left out of the softmax; None: all count, as in stock
     #: Megatron.
     true_vocab_size: int | None = None
@@ -104,10 +105,16 @@ class FusedCEConfig:
         cap = self.logit_softcap
         if cap is not None and not 0 < cap < FP32_LIMIT:
             raise ValueError(f"logit_softcap must be finite, also in fp32, and above 0, got {cap}")
-        if isinstance(self.ignore_index, bool) or not isinstance(self.ignore_index, (int, type(None))):
-            raise ValueError(f"ignore_index must be a whole number, got {self.ignore_index!r}")
-        if self.ignore_index is not None and not -(2**62) < self.ignore_index < 2**62:
-            raise ValueError(f"ignore_index must be between -2**62 and 2**62, got {self.ignore_index}")
+        label = self.ignored_label
+        if isinstance(label, bool) or not isinstance(label, (int, type(None))):
+            raise ValueError(f"ignore_index must be a whole number, None or 'auto', got {label!r}")
+        if label is not None and not -(2**62) < label < 2**62:
+            raise ValueError(f"ignore_index must be between -2**62 and 2**62, got {label}")
+
+    @property
+    def ignored_label(self) -> int | None:
+        """``ignore_index``; None for ``auto``."""
+        return None if self.ignore_index == "auto" else self.ignore_index  # type: ignore[return-value]
 
     @property
     def loss_terms(self) -> str:
@@ -125,7 +132,7 @@ class FusedCEConfig:
             "z_loss": bool(self.z_loss),
             "logit_softcap": self.logit_softcap is not None,
             "true_vocab_size": self.true_vocab_size is not None,
-            "ignore_index": self.ignore_index is not None,
+            "ignore_index": self.ignored_label is not None,
         }
         return ", ".join(name for name, given in names.items() if given)
 

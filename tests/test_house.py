@@ -303,6 +303,7 @@ def test_the_row_path_imports_with_the_oldest_triton():
 def test_every_export_exists():
     import megatron_fused_ce
 
+    assert set(megatron_fused_ce.__all__) <= set(dir(megatron_fused_ce))
     for name in megatron_fused_ce.__all__:
         assert getattr(megatron_fused_ce, name) is not None
     with pytest.raises(AttributeError, match="no_such_name"):

@@ -27,6 +27,10 @@ def _share(text: str) -> float:
     return value
 
 
+def _label(text: str) -> int | str:
+    return text if text == "auto" else whole(-BILLION)(text)
+
+
 def _digest(text: str) -> str:
     if not forms.is_digest(text):
         raise argparse.ArgumentTypeError(
@@ -63,7 +67,7 @@ _ADVANCED = (
         "add Z * logsumexp(logits)**2 to the loss of each token"),
     Option("logit_softcap", {"type": number(above=True), "metavar": "CAP"},
         "replace the logits by CAP * tanh(logits / CAP), as in Gemma 2"),
-    Option("ignore_index", {"type": whole(-BILLION), "metavar": "ID"},
+    Option("ignore_index", {"type": _label, "metavar": "ID"},
         "label of tokens with loss 0 and no gradient (PyTorch's default is -100; here: none)"),
     Option("mask_padded_vocab", {"action": "store_true"},
         "leave the padding of the vocabulary out of the softmax (stock Megatron includes it)"),

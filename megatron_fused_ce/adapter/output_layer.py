@@ -84,7 +84,7 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
         assert frame is not None
         if type(self).forward is not ColumnParallelLinear.forward:
             self.__dict__["forward"] = MethodType(_answers_first, self)
-        if output_cross_entropy_loss and config.ignore_index is None:
+        if output_cross_entropy_loss and config.ignore_index == "auto":
             config = replace(config, ignore_index=-100)
         used = self.weight if weight is None else weight
         captures = stock_path.captures_of(self)

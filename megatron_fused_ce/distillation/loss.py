@@ -56,6 +56,7 @@ def fused_linear_distillation(
     teacher_sequence_parallel: bool | None = None,
     tp_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
+    batch_first: bool = False,
     token_weights: Tensor | None = None,
     vocab_start: int | None = None,
     config: FusedCEConfig | None = None,
@@ -115,6 +116,7 @@ def fused_linear_distillation(
     Source: generalized Jensen-Shannon divergence and on-policy distillation, Agarwal et al. 2024
     (arXiv:2306.13649); gradients and how the sums are kept from cancelling: docs/math.md.
     """
+    hidden, teacher_hidden = (sequence_first(of_side, batch_first) for of_side in (hidden, teacher_hidden))
     wrong: Exception | None = why_wrong_entropy(entropy, ("none", "detached"))
     with_entropy = entropy == "detached"
     given_labels = labels
@@ -233,10 +235,7 @@ def token_divergence(
     """
     if (wrong := why_no_layout("student_hidden", student_hidden, batch_first)) is not None:
         raise wrong
-    student, teacher = (
-        sequence_first(widened(hidden, weight), batch_first)
-        for hidden, weight in ((student_hidden, student_weight), (teacher_hidden, teacher_weight))
-    )
+    student, teacher = widened(student_hidden, student_weight), widened(teacher_hidden, teacher_weight)
     if active_mask is not None:
         weights = options.get("token_weights")
         shape = getattr(weights, "shape", getattr(active_mask, "shape", ()))
@@ -249,5 +248,5 @@ def token_divergence(
             options["config"] = changed(DEFAULT_CONFIG if config is None else config, skip_masked=True)
     return fused_linear_distillation(
         student, student_weight, teacher, teacher_weight, divergence=divergence, temperature=temperature,
-        **options,
+        batch_first=bool(batch_first), **options,
     )  # fmt: skip

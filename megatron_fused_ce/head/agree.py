@@ -16,7 +16,7 @@ from megatron_fused_ce.ranks.collectives import VocabParallel
 #: dtype and requires_grad are. Each rank has its own rows of the weight, vocab_start, head and accumulator.
 AGREED = (
     *("hidden", "labels", "token_weights", "temperature", "sequence_parallel", "outputs", "differentiable"),
-    *("zero_unknown", "reduce_grad_hidden", "with_argmax", "uses_in_flight"),
+    *("zero_unknown", "reduce_grad_hidden", "with_argmax", "uses_in_flight", "may_store"),
 )
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_fused_ce.config import FusedCEConfig, why_no_config
+from megatron_fused_ce.config import FusedCEConfig, changed, why_no_config
 from megatron_fused_ce.head.grad_weight import OpenGradWeight, ReturnedGradWeight
 from megatron_fused_ce.head.host_copy import HostCopy
 from megatron_fused_ce.head.promise import UNNAMED, Head
@@ -27,6 +27,17 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 DEFAULT_CONFIG = FusedCEConfig()
+#: PyTorch's label of tokens that are ignored, and the config of a loss of one label a token.
+IGNORED = -100
+LOSS_CONFIG = FusedCEConfig(ignore_index=IGNORED)
+
+
+def config_of_loss(config: FusedCEConfig | None) -> FusedCEConfig:
+    """The config of a loss of one label a token: ``ignore_index`` ``auto`` is :data:`IGNORED`."""
+    if config is None:
+        return LOSS_CONFIG
+    is_auto = isinstance(config, FusedCEConfig) and config.ignore_index == "auto"
+    return changed(config, ignore_index=IGNORED) if is_auto else config
 
 
 class OtherTargets:
@@ -130,6 +141,8 @@ class Call(NamedTuple):
     temperature: float | Tensor = 1.0
     zero_unknown: bool = False
     reduce_grad_hidden: bool = True
+    #: whether ``auto`` may store the logits without token weights: :data:`.choose.STORED_BY_DEFAULT`
+    may_store: bool = False
     #: also give each token's largest logit in this shard and its column
     with_argmax: bool = False
     #: error that a public function found in its arguments; it is raised on every rank

@@ -11,8 +11,8 @@ from torch import Tensor
 #: ``2**FP16_HEADROOM_BITS``: 2.3e-10 is then the smallest probability that does not underflow.
 FP16_HEADROOM_BITS = 8
 #: The scale is smaller if entries of the weight reach ``2**FP16_WEIGHT_BITS``. Absolute values in a row of
-#: gradients sum to twice its upstream gradient, or up to eight times with other outputs, and
-#: ``8 * 2**(8 + 4)`` is half of fp16's largest number.
+#: gradients sum to twice its upstream gradient, or eight times with three outputs beside the loss, and
+#: ``8 * 2**(8 + 4)`` is half of fp16's largest number. Of more outputs a fourth of the sum counts.
 FP16_WEIGHT_BITS = 4
 #: ``grad_in_forward`` saves fp16's ``grad_hidden`` for upstream gradients of up to ``2**FP16_WAITING_BITS``:
 #: as far above fp16's smallest number (2**-24) as weights of up to 2**8 allow.
@@ -31,7 +31,8 @@ def scale_for_fp16(
         factor: bound of a token's row of gradients for an upstream gradient of 1; a number, or one a token.
     """
     largest = gradients[0].new_zeros(())
-    for gradient in gradients:
+    of_all = [torch.stack([each.abs() for each in gradients]).sum(0) / 4] if len(gradients) > 4 else []
+    for gradient in (*gradients, *of_all):
         if gradient.numel():
             reached = gradient.abs() if factor is None else gradient.abs() * factor
             largest = torch.maximum(largest, reached.amax())

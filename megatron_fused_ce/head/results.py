@@ -43,7 +43,7 @@ def returned(
     whole: dict[str, Tensor],
     outputs: Outputs,
     kept: Kept | None,
-    ignored: Tensor | None,  # bool [parts, n]
+    ignored: Tensor | None,  # bool, the labels' shape
     in_batch: tuple[int, int] | None,  # (b, s) for outputs [b, s]; None for [T]
 ) -> list[Tensor]:
     """All outputs in the order of their terms and in the labels' layout, ``[T]`` or ``[b, s]``, K at the end.
@@ -55,8 +55,6 @@ def returned(
         output = whole[name]
         if kept is not None:
             output = kept.put_back(output, term.per_label)
-        if ignored is not None and term.of_label:
-            output.masked_fill_(ignored.reshape(output.shape[term.per_label :]), 0.0)
         if in_batch is None:
             output = output.flatten(1).t() if term.per_label else output.flatten()
         elif term.per_label:
@@ -68,6 +66,8 @@ def returned(
         else:
             output = output.reshape(in_batch)
         output = output.contiguous()
+        if ignored is not None and term.of_label:
+            output.masked_fill_(ignored.unsqueeze(-1) if term.per_label else ignored, 0.0)
         made.append(output.data if output._is_view() else output)
     return made
 
@@ -84,6 +84,8 @@ def upstream_of(
     for (name, term), grad in zip(outputs.terms, grads, strict=True):
         if grad is None:  # it is 0
             continue
+        if ignored is not None and term.of_label:
+            grad = grad.masked_fill(ignored.unsqueeze(-1) if term.per_label else ignored, 0.0)
         if term.per_label:
             grad = labels_first(grad.float(), num_parts)
         else:
@@ -91,8 +93,6 @@ def upstream_of(
             if grad.dim() == 2 and grad.shape[0] > 1:
                 grad = grad.t()
             grad = grad.float().reshape(num_parts, -1).contiguous()
-        if ignored is not None and term.of_label:
-            grad = grad.masked_fill(ignored, 0.0)
         if name == "log_prob" and outputs.is_plain:
             loss = -grad if loss is None else loss - grad
         elif name == "loss" or name in outputs.equal_to_loss:

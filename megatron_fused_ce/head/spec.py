@@ -39,7 +39,7 @@ MAX_SPECS = 512
 TENSORS = ("hidden", "weight", "labels", "token_weights", "temperature")
 OPTIONS = (
     *("sequence_parallel", "vocab_start", "config", "outputs", "differentiable", "terms", "zero_unknown"),
-    *("reduce_grad_hidden", "with_argmax", "uses_in_flight", "head"),
+    *("reduce_grad_hidden", "with_argmax", "uses_in_flight", "may_store", "head"),
 )
 _tensors_of, _options_of = attrgetter(*TENSORS), attrgetter(*OPTIONS)
 
@@ -338,6 +338,7 @@ def _plan(
         wgrad_accumulator=memory.WGRAD_ACCUMULATORS[settled.facts["wgrad_accumulator"]],
         token_weights_known=in_forward and call.token_weights is not None and not call.differentiable,
         promise_broken=promise_broken,
+        may_store=call.may_store and call.token_weights is None,
         logits_backend=logits.name,
         saves_logits=logits.saves_logits,
         device=_DEVICES[settled.facts["device"]],

@@ -22,7 +22,7 @@ class Prepared(NamedTuple):
     tokens: Tokens  # the tokens that are worked on
     targets: Targets
     token_weights: Tensor | None  # [parts, n] fp32, if gradients are made in the forward
-    ignored: Tensor | None  # bool [parts, n]: tokens labelled ignore_index, among all tokens
+    ignored: Tensor | None  # bool, the labels' shape: tokens labelled ignore_index
     kept: Kept | None  # which tokens are worked on; None for all
 
 
@@ -48,9 +48,10 @@ def prepare(call: Call, spec: Spec) -> Prepared:
         kept = Kept.of(weights, num_kept)
     ids = in_token_order(labels, labels, comm.num_parts).to(torch.int64)
     columns, ignored = columns_of(ids, comm, spec.vocab_start, config), None
-    if config.ignore_index is not None:
-        ignored = ids == config.ignore_index
-        columns = columns.masked_fill(ignored, -1)
+    if (label := config.ignored_label) is not None:
+        ignored = labels == label
+        if label >= 0:
+            columns = columns.masked_fill(ids == label, -1)
     read_again = spec.needs_grad and (spec.remakes or not spec.logits.saves_e)
     if read_again and columns.data_ptr() == labels.data_ptr():
         columns = columns.clone()  # the caller may refill the labels' buffer before the backward
@@ -58,7 +59,7 @@ def prepare(call: Call, spec: Spec) -> Prepared:
     if weights is not None:
         weights = weights.float() if spec.in_forward else None
     if weights is not None and ignored is not None and spec.logits.outputs.loss.of_label:
-        weights = weights.masked_fill(ignored, 0.0)
+        weights = weights.masked_fill(in_token_order(ignored, labels, comm.num_parts), 0.0)
     if kept is None:
         return Prepared(spec.tokens, Targets(columns, inv_temperature, others), weights, ignored, None)
     of_kept = Targets(

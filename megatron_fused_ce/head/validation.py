@@ -119,6 +119,11 @@ def _check_tensors(call: Call, comm: VocabParallel) -> None:
             f"vocab_start is {start!r}; expected the first global id of this rank's rows "
             "(0 or more), or None to find it"
         )
+    if call.sequence_parallel and call.tp_group is None:
+        raise ValueError(
+            "sequence_parallel=True without tp_group: give the group whose ranks hold the other parts of the "
+            "tokens, or leave sequence_parallel out"
+        )
     if start and comm.size == 1:
         raise ValueError(
             f"vocab_start is {start} without a tensor-parallel group of several ranks: this rank has "

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,10 +13,12 @@ from megatron_fused_ce.kernels.records import NOT_HERE, ExtraStatistics, Merged
 from megatron_fused_ce.losses.statistics import EMPTY, TokenTerms
 from megatron_fused_ce.losses.terms import Coefficient, Pull, Rows, Term
 
-#: Tokens and classes of the rows that a term is tried on.
-NUM_TOKENS, NUM_CLASSES = 12, 33
-#: Of numbers in fp64, relative to 1 or to the largest of them; and of differences of values over two steps.
-TOLERANCE, SLOPE_TOLERANCE, STEP = 1e-9, 1e-6, 1e-5
+#: Classes of the rows that a term is tried on, and numbers of labels for one that gives ``at_labels``.
+NUM_LABELS = {33: (1, 8), 20: (3,)}
+#: Upstream gradients are up to so many powers of ten above and below 1.
+DECADES = 6
+#: Relative: numbers in fp64, differences of values over two steps, numbers in fp32; and the step.
+TOLERANCE, SLOPE_TOLERANCE, FP32_TOLERANCE, STEP = 1e-9, 1e-6, 1e-3, 1e-5
 
 
 def check(
@@ -22,13 +26,15 @@ def check(
     reference: Callable[[Tensor, Tensor], Tensor] | None = None,
     num_labels: int | None = None,
 ) -> None:
-    """Try a term on rows in fp64: random, flat and peaked ones, ties, logits of -inf, labels of no class; one
+    """Try a term on rows with a loss of 0 to 1e3 and a logsumexp of -100 to 100: random, flat and peaked
+    ones, ties, logits of -inf, labels of no class; upstream gradients of 1e-6 to 1e6 and their negatives. One
     that gives ``at_labels`` also with several labels: one class twice, one of none, an empty entry.
 
-    Compared are the row gradient of :meth:`.Term.pull` with differences of :meth:`.Term.value`, a pull from
-    what a backward has with one from what the forward had, the sum of two pulls with that of their sum
-    (linear in the upstream gradient), and rows alone with rows together (chunks). Of a row whose value
-    is not finite no gradient is compared. CPU only; no collectives.
+    Compared are, token by token, the row gradient of :meth:`.Term.pull` with differences of
+    :meth:`.Term.value` in fp64; a pull from what a backward has with one from what the forward had; pulls of
+    upstream gradients, their sums and multiples (linear); all rows with the same rows in another order and
+    cut at several places (chunks); fp32 with fp64, as far as the statistics have digits. Of a row whose value
+    is inf no gradient is compared. CPU only; no collectives.
 
     Args:
         term: one that has a gradient.
@@ -37,140 +43,249 @@ def check(
             may be outside of 0 to V - 1, -1 for an empty entry. Without it the value itself is compared with
             nothing.
         num_labels: of a term that gives ``at_labels`` and takes so many labels alone, 2 or more; None: it is
-            tried with 1 and with 4.
+            tried with 1, 3 and 8.
 
     Raises:
-        AssertionError: with all that is wrong, and on which rows.
+        AssertionError: with all that is wrong, and on which token.
         TypeError: a term that no head takes (:meth:`.Term.why_wrong`), or without a gradient.
     """
     if wrong := term.why_wrong() or ("" if term.gives else "has no gradient: its gives is empty"):
         raise TypeError(f"{term!r:.80} {wrong}")
-    rows_of = list(_rows())
-    if "at_labels" in term.gives:
-        of_one = [(name, s, labels.unsqueeze(1)) for name, s, labels in rows_of]
-        rows_of = (of_one if num_labels is None else []) + _rows_of_several(num_labels or 4)
-    found: dict[str, list[str]] = {}
-    for name, *rows in rows_of:
-        for words in _wrong_of(term, reference, *rows):
-            found.setdefault(words, []).append(name)
-    wrong = "\n".join(f"{words} (on {', '.join(names)})" for words, names in found.items())
+    found: dict[str, str] = {}
+    named: set[str] = set()
+    for num_classes, counts in NUM_LABELS.items():
+        s, labels = _rows(num_classes)
+        if "at_labels" not in term.gives or num_labels:
+            counts = (num_labels or 0,)
+        for count in counts:
+            with torch.no_grad():  # as in a head
+                trial = _Trial(term, s, _several(labels, count, num_classes) if count else labels)
+                for words, off in trial.wrong(reference, named):
+                    if off.any():
+                        found.setdefault(words, trial.where(off))
+    for part in _parts(term):
+        if type(part).gives is Term.gives and named < set(part.gives):
+            found[f"{part!r:.60} does not say its gives: expected {tuple(sorted(named))}"] = ""
+        if part.attributes and not (is_dataclass(part) and type(part).__dataclass_params__.frozen):
+            found[f"{part!r:.60} is not frozen: a head keeps what it has found out about a term"] = ""
+    wrong = "\n".join(f"{words}{where}" for words, where in found.items())
     assert not wrong, f"{term!r:.80} is wrong\n{wrong}"
 
 
-def _rows_of_several(num_labels: int) -> list[tuple[str, Tensor, Tensor]]:
-    _, s, first = next(_rows())
-    places = 4 * torch.arange(num_labels)
-    places[-1] = places[min(1, num_labels - 2)]  # the last is the second again, of two the first
-    labels = (first.unsqueeze(1) + places) % NUM_CLASSES
-    is_label = torch.nn.functional.one_hot(labels, NUM_CLASSES).double()
-    odd = labels.clone()
-    odd[1::3, num_labels // 2], odd[2::3, 1] = NUM_CLASSES, EMPTY
-    return [
-        ("several labels, one twice", s, labels),
-        ("several labels, one sure", s + 12 * is_label[:, num_labels // 2], labels),
-        ("several labels, the repeated one sure", s + 12 * is_label[:, -1], labels),
-        ("several labels, one of -inf", s.masked_fill(is_label[:, num_labels // 2] > 0, -torch.inf), labels),
-        ("several labels, of no class or empty", s, odd),
-    ]
+def _parts(term: Term) -> Iterator[Term]:
+    """Terms that are no sum and no product."""
+    for part in term.parts:
+        yield from (part,) if part is term else _parts(part)
 
 
-def _rows() -> Iterator[tuple[str, Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(NUM_TOKENS, NUM_CLASSES, dtype=torch.float64, generator=generator) * 3
-    labels = torch.randint(NUM_CLASSES, (NUM_TOKENS,), generator=generator)
-    at_label = torch.nn.functional.one_hot(labels, NUM_CLASSES).double()
-    yield "random rows", logits, labels
-    yield "flat rows", torch.zeros_like(logits), labels
-    yield "a label that is sure", logits + 30 * at_label, labels
-    yield "another class that is sure", logits + 30 * at_label.roll(1, 1), labels
-    tied = logits.amax(1, keepdim=True) + 1
-    yield (
-        "a tie of the label with another",
-        torch.where(at_label + at_label.roll(1, 1) > 0, tied, logits),
-        labels,
-    )
-    yield "a label that is all", logits + 1000 * at_label, labels
-    yield "logits at several heights", logits + torch.linspace(-9, 9, NUM_TOKENS).unsqueeze(1), labels
-    yield "logits of -inf", logits.masked_fill(at_label.roll(2, 1) > 0, -torch.inf), labels
-    yield "a label of no class", logits, torch.where(labels % 2 == 0, -100, labels)
+def _rows(num_classes: int) -> tuple[Tensor, Tensor]:
+    """Logits ``[C, V]`` in fp64, and labels."""
+    generator = torch.Generator().manual_seed(num_classes)
+    wanted = [0.0, *torch.logspace(-8, 3, 35).tolist()]  # losses
+    kinds = ("flat", "peaked", "tied", "-inf", "of no class", "of no class")
+    count = len(wanted) + 2 * len(kinds)
+    s = 3 * torch.randn(count, num_classes, dtype=torch.float64, generator=generator)
+    labels = torch.randint(num_classes, (count,), generator=generator)
+    for token, loss in enumerate(wanted):
+        others = s[token].index_fill(0, labels[token], -torch.inf).logsumexp(0)
+        odds = torch.tensor(loss).double().expm1().log()  # of the others, inf above 700
+        s[token, labels[token]] = others - (odds if odds < 700 else loss)
+    s[0, labels[0]] = 1e3
+    for token, kind in enumerate(2 * kinds, len(wanted)):
+        other = (labels[token] + 1) % num_classes
+        if kind == "flat":
+            s[token] = 0.0
+        elif kind == "-inf":
+            s[token, other] = -torch.inf
+        elif kind == "of no class":
+            labels[token] = -100 if token % 2 else num_classes
+        else:
+            s[token, other] = s[token].amax() + (30 if kind == "peaked" else 1)
+            s[token, labels[token]] = s[token, other] if kind == "tied" else 0.0
+    heights = torch.linspace(-100, 99, count, dtype=torch.float64)[torch.randperm(count, generator=generator)]
+    return s + (heights - s.logsumexp(1)).unsqueeze(1), labels
 
 
-def _wrong_of(
-    term: Term, reference: Callable[..., Tensor] | None, s: Tensor, labels: Tensor
-) -> Iterator[str]:
-    rows = _merged(term, s, labels)
-    value = term.value(rows)
-    shape = labels.t().shape if term.per_label else labels.shape[:1]
-    if value.shape != shape:
-        of_each = "label" if term.per_label else "token"
-        yield f"its value is {tuple(value.shape)}; expected one for each {of_each}, {tuple(shape)}"
-        return
-    finite = torch.isfinite(value)
-    counts = finite.view(-1, len(labels)).all(0)
-    if reference is not None:
-        expected = reference(s, labels)
-        if not torch.equal(finite, torch.isfinite(expected)) or _differ(value[finite], expected[finite]):
-            yield "its value is not the reference's"
-    upstream = torch.linspace(-2.0, 3.0, value.numel(), dtype=s.dtype).view(shape)
-    saved = _saved(term, rows)
-    before = [x.clone() for x in _read(rows, saved)]
-    pull = _pull(term, saved, upstream)
-    of_backward = _stack(pull, labels)
-    beyond = {name for name, given in pull._asdict().items() if given is not None}.difference(term.gives)
-    if beyond:
-        yield f"its pull has {' and '.join(sorted(beyond))}, not among its gives, {term.gives}"
-    slope = (upstream.view(-1, len(labels), 1) * _slope(term, s, labels)).sum(0)
-    made = _gradient(pull, s, saved, labels)[counts]
-    if _differ(made, slope[counts], SLOPE_TOLERANCE):
-        is_label = (labels.view(len(labels), -1, 1) == torch.arange(s.shape[1])).any(1)[counts]
-        where = [
-            words
-            for words, of in (("labels' columns (at, at_labels)", is_label), ("other columns", ~is_label))
-            if of.any() and _differ(made[of], slope[counts][of], SLOPE_TOLERANCE)
+def _several(labels: Tensor, count: int, num_classes: int) -> Tensor:
+    """Labels ``[C, K]``: these, others, the last one as the second; some of no class, some empty."""
+    place = 4 * torch.arange(count)
+    place[-1] = place[min(1, max(count - 2, 0))]
+    several = (labels.unsqueeze(1) + place) % num_classes
+    several[:, 0] = labels
+    if count > 1:
+        several[len(labels) // 2 :: 5, count // 2], several[2::5, 1] = num_classes, EMPTY
+    return several
+
+
+#: What may be wrong, in words, and of which tokens: bool ``[..., C]``, or ``[]``.
+Found = Iterator[tuple[str, Tensor]]
+
+
+class _Trial:
+    """A term on rows."""
+
+    def __init__(self, term: Term, s: Tensor, labels: Tensor) -> None:
+        self.term, self.s, self.labels, self.count = term, s, labels, len(labels)
+        self.rows = _merged(term, s, labels)
+        self.saved = _saved(term, self.rows)
+        self.generator = torch.Generator().manual_seed(1)
+        self.shape = labels.t().shape if term.per_label else labels.shape[:1]
+        self.upstream, self.other = (self.random(*self.shape) for _ in range(2))
+        self.upstream += 0.5 * self.upstream.sign()
+        self.other[..., ::5] = 0.0
+
+    def random(self, *shape: int) -> Tensor:
+        """-1 to 1."""
+        return 2 * torch.rand(shape, dtype=torch.float64, generator=self.generator) - 1
+
+    def where(self, off: Tensor) -> str:
+        """A token, in words."""
+        if not off.dim():
+            return ""
+        token = int(off.reshape(-1, self.count).any(0).nonzero()[0])
+        label, lse = self.labels[token].tolist(), float(self.s[token].logsumexp(0))
+        return f" (on a token of loss {float(self.rows.loss[token]):.3g}, logsumexp {lse:.3g}, label {label})"
+
+    def pull(self, upstream: Tensor | float, rows: Rows | None = None, of: Any = slice(None)) -> Tensor:
+        """Its coefficients ``[4 + K, C]``, from what a backward has, or from other rows."""
+        given = upstream.clone() if isinstance(upstream, Tensor) else upstream
+        return _stack(self.term.pull(self.saved if rows is None else rows, given), self.labels[of])
+
+    def wrong(self, reference: Callable[..., Tensor] | None, named: set[str]) -> Found:
+        """``named`` gets the coefficients that its pulls have."""
+        term, rows, saved = self.term, self.rows, self.saved
+        before = [x.clone() for x in _read(rows, saved)]
+        self.value = value = term.value(rows)
+        if value.shape != self.shape:
+            of_each = "label" if term.per_label else "token"
+            words = f"its value is {tuple(value.shape)}; expected one for each {of_each}, {tuple(self.shape)}"
+            yield words, torch.tensor(True)
+            return
+        self.counts = torch.isfinite(value).view(-1, self.count).all(0)
+        yield "its value is NaN", value.isnan()
+        if reference is not None:
+            expected = reference(self.s, self.labels).to(value.dtype)
+            yield "its value is not the reference's", _off(value, expected, SLOPE_TOLERANCE)
+        given = self.upstream.clone()
+        pull, ones = term.pull(saved, given), torch.ones(self.shape, dtype=value.dtype)
+        if not isinstance(pull, Pull):
+            kind = type(pull).__name__
+            raise AssertionError(f"pull of {term!r:.80} returns {kind}; expected a losses.Pull")
+        yield "its pull changes its upstream in place", (given != self.upstream).any()
+        with torch.enable_grad():
+            made = [pull, term.pull(saved, 1.0), term.pull(rows, ones)]
+            of_call = [term.value(rows), *(x for each in made for x in each if isinstance(x, Tensor))]
+        for each in made:
+            named |= {name for name, of in each._asdict().items() if of is not None}
+        beyond = " and ".join(sorted(named.difference(term.gives)))
+        yield f"its pull has {beyond}, not among its gives, {term.gives}", torch.tensor(bool(beyond))
+        words = "it requires a gradient, of a tensor that is no argument: it would get none"
+        yield words, torch.tensor(any(x.requires_grad for x in of_call))
+        yield from self.slopes(pull)
+        yield from self.linear()
+        yield "its value is another in another call", _off(term.value(rows), value)
+        changed = [_off(*pair).any() for pair in zip(_read(rows, saved), before, strict=True)]
+        yield "it changes the statistics in place, which others read", torch.stack(changed).any()
+        yield from self.chunks()
+        yield from self.in_fp32()
+
+    def slopes(self, pull: Pull) -> Found:
+        slope, tolerance = _slope(self.term, self.s, self.labels)
+        weights = self.upstream.view(-1, self.count, 1)
+        slope, tolerance = (weights * slope).sum(0), (weights.abs() * tolerance).sum(0).amax(1, True)
+        tolerance += SLOPE_TOLERANCE * slope.abs().amax(1, True)
+        made = _gradient(pull, self.s, self.saved, self.labels)
+        off = (~((made - slope).abs() <= tolerance) & self.counts.unsqueeze(1)).t()
+        classes = torch.arange(self.s.shape[1]).view(-1, 1, 1)
+        is_label = (self.labels.view(self.count, -1) == classes).any(-1)
+        for words, columns in (("labels' columns (at, at_labels)", is_label), ("other columns", ~is_label)):
+            yield f"its pull is not the gradient of its value in {words}", off & columns
+        if (bound := self.term.bound) is not None:
+            of_one = self.term.pull(self.saved, torch.ones(self.shape, dtype=slope.dtype))
+            large = _gradient(of_one, self.s, self.saved, self.labels).abs() > bound * (1 + TOLERANCE)
+            yield f"an entry of its row gradient is larger than its bound, {bound}", large.t() & self.counts
+
+    def linear(self) -> Found:
+        upstream, other, right = self.upstream, self.other, self.pull(self.upstream)
+        tens = 10.0 ** torch.linspace(-DECADES, DECADES, self.count, dtype=torch.float64)
+        made = [
+            (self.pull(upstream * far) / far, right)
+            for far in (tens, tens.flip(0), tens.roll(self.count // 2))
         ]
-        yield f"its pull is not the gradient of its value in {' and '.join(where)}"
-    if term.bound is not None:
-        of_one = _gradient(_pull(term, saved, torch.ones_like(value)), s, saved, labels)
-        if (of_one[counts].abs() > term.bound + TOLERANCE).any():
-            yield f"an entry of its row gradient is larger than its bound, {term.bound}"
+        made.append((self.pull(upstream + 2 * other), right + 2 * self.pull(other)))
+        for pair in made:
+            yield "its pull is not linear in the upstream gradient", _off(*pair) & self.counts
+        words = "its pull reads other statistics in a forward than in a backward"
+        yield words, _off(self.pull(upstream, self.rows), right, SLOPE_TOLERANCE) & self.counts
+        for number in (1.0, 0.5, 10.0**DECADES):
+            words = f"its pull takes the number {number} for something else than {number} for each token"
+            of_tensor = self.pull(torch.full_like(upstream, number))
+            yield words, _off(self.pull(number), of_tensor, SLOPE_TOLERANCE) & self.counts
 
-    def differ(one: Tensor, other: Tensor) -> bool:
-        return _differ(one[..., counts], other[..., counts])
+    def chunks(self) -> Found:
+        """The same tokens in another order, cut at several places: all forwards, then all backwards."""
+        count, right = self.count, self.pull(self.upstream)
+        order = torch.randperm(count, generator=self.generator)
+        back = order.argsort()
+        for length in (count // 4, count // 3 + 1, count - 1, count):
+            rows = [(of, _merged(self.term, self.s[of], self.labels[of])) for of in order.split(length)]
+            values = torch.cat([self.term.value(each) for _, each in rows], -1)[..., back]
+            pulls = [self.pull(self.upstream[..., of], _saved(self.term, each), of) for of, each in rows]
+            of_pull = _off(torch.cat(pulls, -1)[:, back], right, SLOPE_TOLERANCE) & self.counts
+            off = _off(values, self.value, SLOPE_TOLERANCE).view(-1, count).any(0) | of_pull.any(0)
+            yield "a token's result depends on the other tokens", off
 
-    if differ(_stack(_pull(term, rows, upstream), labels), of_backward):
-        yield "its pull reads other statistics in a forward than in a backward"
-    other = upstream.flip(-1).exp()
-    together = _stack(_pull(term, saved, upstream + 2 * other), labels)
-    if differ(together, of_backward + 2 * _stack(_pull(term, saved, other), labels)):
-        yield "its pull is not linear in the upstream gradient"
-    for number in (1.0, 0.5):
-        if differ(
-            _stack(term.pull(saved, number), labels), _stack(_pull(term, saved, 0 * other + number), labels)
-        ):
-            yield f"its pull takes the number {number} for something else than {number} for each token"
-    value = term.value(rows)
-    if any(_differ(one, other) for one, other in zip(_read(rows, saved), before, strict=True)):
-        yield "it changes the statistics in place, which others read"
-    alone = _merged(term, s[:1], labels[:1])
-    pull_alone = _stack(_pull(term, _saved(term, alone), upstream[..., :1]), labels[:1])
-    if _differ(term.value(alone), value[..., :1]) or _differ(pull_alone, of_backward[:, :1]):
-        yield "a token's result depends on the other tokens"
+    def in_fp32(self) -> Found:
+        """In fp32 as in fp64 of the same statistics, but for what one rounding of these makes of it: of sure
+        tokens with one label relative to the result, of others to 1 where that is less."""
+        sure = (self.rows.loss < 1e-2) & (self.labels.dim() == 1)
+        low = self.in_dtype(self.rows, torch.float32)
+        high = self.in_dtype(low, torch.float64)
+        made_low = (self.term.value(low), *self.term.pull(_saved(self.term, low), 1.0))
+        others = {str(x.dtype) for x in made_low if isinstance(x, Tensor)} - {"torch.float32"}
+        yield f"it makes {' and '.join(others)} of fp32", torch.tensor(bool(others))
+        for name, made in (("value", self.term.value), ("pull", self.from_forward)):
+            ours, true = made(low).double(), made(high)
+            moved = [(made(self.in_dtype(high, rounded=True)) - true).abs() for _ in range(6)]
+            allowed = 8 * torch.stack(moved).amax(0) + FP32_TOLERANCE * true.abs().clamp(min=1e-35)
+            allowed = torch.where(sure, allowed, allowed.clamp(min=1e-5))
+            fits = (true.abs() <= torch.finfo(torch.float32).max) & self.counts
+            yield f"in fp32 its {name} has lost its digits", ~((ours - true).abs() <= allowed) & fits
+
+    def from_forward(self, rows: Rows) -> Tensor:
+        return self.pull(1.0, _saved(self.term, rows))
+
+    def in_dtype(self, rows: Rows, dtype: torch.dtype = torch.float64, rounded: bool = False) -> Rows:
+        """Rows of a forward in another dtype; or rounded at random, as in fp32."""
+
+        def of(x: Tensor) -> Tensor:
+            return x * (1 + 2.0**-23 * self.random(*x.shape)) if rounded else x.to(dtype)
+
+        merged = rows._merged
+        assert merged is not None
+        extra = ExtraStatistics.of(merged.extra.names, [of(x) for x in merged.extra.rows()])
+        shifts = None if merged.label_shifts is None else of(merged.label_shifts)
+        made = Merged(of(merged.loss), of(merged.terms), None, extra, shifts)
+        return Rows(made, num_classes=rows.num_classes)
 
 
-def _slope(term: Term, s: Tensor, labels: Tensor) -> Tensor:
-    """Gradient of the value ``[1 or K, C, V]`` by differences; 0 in columns of -inf. A label of no class
-    counts from the row's maximum, which is then a constant."""
-    known = ((labels >= 0) & (labels < s.shape[1])).view(len(labels), -1).all(1)
-    columns = []
-    for column in range(s.shape[1]):
-        step = torch.zeros_like(s)
-        step[:, column] = STEP
-        high, low = (
-            term.value(_merged(term, moved, labels, torch.where(known, moved.amax(1), s.amax(1))))
-            for moved in (s + step, s - step)
-        )
-        columns.append(torch.where(s[:, column] == -torch.inf, 0.0, (high - low) / (2 * STEP)))
-    return torch.stack(columns, -1).view(-1, *s.shape)
+def _slope(term: Term, s: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradient of the value ``[1 or K, C, V]`` by differences, and what they may be off; 0 in columns of
+    -inf. A label of no class counts from the row's maximum, which is then a constant."""
+    (count, width), known = s.shape, ((labels >= 0) & (labels < s.shape[1])).view(len(labels), -1).all(1)
+    step = STEP * torch.eye(width, dtype=s.dtype).unsqueeze(1)  # [V, 1, V]
+    of_all = labels.repeat(width, *[1] * (labels.dim() - 1))
+
+    def value(moved: Tensor) -> Tensor:  # [1 or K, V, C]
+        top = torch.where(known, moved.amax(-1), s.amax(1)).flatten()
+        made = term.value(_merged(term, moved.flatten(0, 1), of_all, top))
+        return made.view(-1, width, count)
+
+    high, mid, low = value(s + step), value(s + 0 * step), value(s - step)
+    bend = ((high - mid) - (mid - low)).abs()
+    made = (high - low) / (2 * STEP), (bend + 1e-15 * mid.abs() + 1e-14) / STEP
+    slope, tolerance = (torch.where(s.t() == -torch.inf, 0.0, x).transpose(1, 2) for x in made)
+    return slope, tolerance
 
 
 def _merged(term: Term, s: Tensor, labels: Tensor, row_max: Tensor | None = None) -> Rows:
@@ -191,7 +306,7 @@ def _merged(term: Term, s: Tensor, labels: Tensor, row_max: Tensor | None = None
     label = torch.where(known, (e * is_label).sum(1), 1.0)
     shift = (shifted * is_label).sum(1)
     total = others + label * known
-    loss = torch.where(known, torch.log1p(others / label), total.log())
+    loss = torch.where(known & (label > others), torch.log1p(others / label), total.log() - shift)
     extra = {
         "logit_sum": s.sum(1),
         "weighted": (e * shifted).masked_fill(is_label, 0.0).sum(1),
@@ -215,13 +330,6 @@ def _saved(term: Term, rows: Rows) -> Rows:
     kept = ExtraStatistics(**{name: getattr(rows.extra, name) for name in term.kept})
     terms = TokenTerms(*rows.terms[:4], kept, rows._shifts)
     return Rows(saved=terms, num_classes=rows.num_classes)
-
-
-def _pull(term: Term, rows: Rows, upstream: Tensor) -> Pull:
-    made = term.pull(rows, upstream)
-    if not isinstance(made, Pull):
-        raise AssertionError(f"pull of {term!r:.80} returns {type(made).__name__}; expected a losses.Pull")
-    return made
 
 
 def _stack(pull: Pull, labels: Tensor) -> Tensor:
@@ -250,8 +358,7 @@ def _gradient(pull: Pull, s: Tensor, rows: Rows, labels: Tensor) -> Tensor:
     return made
 
 
-def _differ(one: Tensor, other: Tensor, tolerance: float = TOLERANCE) -> bool:
-    both = torch.isnan(one) & torch.isnan(other)
-    off = torch.where(both | (one == other), 0.0, (one - other).abs())
-    largest = torch.nan_to_num(other, posinf=0.0, neginf=0.0).abs().max() if other.numel() else 0.0
-    return bool((~(off <= tolerance * max(1.0, float(largest)))).any())
+def _off(one: Tensor, other: Tensor, tolerance: float = TOLERANCE) -> Tensor:
+    """Where they differ ``[..., C]``, relative to the larger: NaN from a number, inf from another."""
+    same = (one == other) | (torch.isnan(one) & torch.isnan(other))
+    return ~same & ~((one - other).abs() <= tolerance * (torch.maximum(one.abs(), other.abs()) + 1e-6))

@@ -248,9 +248,9 @@ class Outputs(RowOptions):
         of all gradients (the logit scale)."""
         if not upstream.beside:
             return self.loss.pull(rows, 1.0), upstream.loss
-        pull = self.loss.pull(rows, upstream.loss) if upstream.of_loss else Pull()
+        pull = self.loss.pull_own(rows, upstream.loss) if upstream.of_loss else Pull()
         for name, given in upstream.beside:
-            pull = pull + self.by_name[name].pull(rows, given)
+            pull = pull + self.by_name[name].pull_own(rows, given)
         return pull, torch.ones_like(upstream.loss)
 
     def grad_coefficients(self, saved: Tensor, upstream: Upstream) -> GradCoefficients:

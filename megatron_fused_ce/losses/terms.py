@@ -17,13 +17,16 @@ docs/losses.md.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
-from functools import cached_property, reduce
+from functools import cached_property, partial, reduce
 from operator import add
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from megatron_fused_ce.kernels.records import (
     NOT_HERE,
@@ -37,7 +40,8 @@ from megatron_fused_ce.losses.words import in_words
 
 #: Statistics that a term may ask for: fields of :class:`.ExtraStatistics`.
 NEEDS = ("logit_sum", "weighted", "best")
-
+#: Where the module names of the package's own terms begin.
+OF_PACKAGE = "megatron_fused_ce."
 
 #: A coefficient: fp32 [C], or a number for all tokens.
 Coefficient = Tensor | float
@@ -227,6 +231,27 @@ class Pull(NamedTuple):
         return largest
 
 
+def tensors_of(value: Any, within: tuple[Any, ...] = ()) -> Iterator[Tensor]:
+    """Tensors in a value, also in tuples, lists and dicts; those of a Module, and those that a function
+    closes over, if they require a gradient."""
+    inside: Iterable[Any] = ()
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Module):
+        yield from (each for each in value.parameters() if each.requires_grad)
+    elif isinstance(value, (tuple, list)):
+        inside = value
+    elif isinstance(value, dict):
+        inside = value.values()
+    elif isinstance(value, partial):
+        inside = value.func, value.args, value.keywords
+    elif isinstance(value, FunctionType) and value not in within:
+        captured = tuple(cell.cell_contents for cell in value.__closure__ or ())
+        yield from (each for each in tensors_of(captured, (*within, value)) if each.requires_grad)
+    for each in inside:
+        yield from tensors_of(each, within)
+
+
 def _sum(one: Coefficient | None, other: Coefficient | None) -> Coefficient | None:
     return other if one is None else one if other is None else one + other
 
@@ -271,6 +296,12 @@ class Term:
         """Its row gradient, linear in ``upstream``: fp32 ``[C]``, or a number for all tokens."""
         raise NotImplementedError(f"{type(self).__name__} has no pull(self, rows, upstream)")
 
+    def pull_own(self, rows: Rows, upstream: Coefficient) -> Pull:
+        """:meth:`pull`; a user's gets a copy of ``upstream``, which others read."""
+        if isinstance(upstream, Tensor) and not type(self).__module__.startswith(OF_PACKAGE):
+            upstream = upstream.clone()
+        return self.pull(rows, upstream)
+
     @property
     def kept(self) -> tuple[str, ...]:
         return self.needs if self.keeps is None else self.keeps
@@ -284,7 +315,9 @@ class Term:
             hash(self)
         except TypeError:
             return f"cannot be hashed: {advice}"
-        if any(isinstance(value, Tensor) for value in self.attributes.values()):
+        if type(self).__module__.startswith(OF_PACKAGE):
+            return ""
+        if any(True for _ in tensors_of((*self.attributes.values(), type(self).value, type(self).pull))):
             return f"has a tensor, which would get no gradient; multiply the output by it, or {advice}"
         if is_dataclass(self) and type(self).__eq__ is not object.__eq__:
             unseen = set(self.attributes).difference(each.name for each in fields(self) if each.compare)
@@ -377,7 +410,7 @@ class Sum(Term):
         return reduce(add, [term.value(rows) for term in self.terms])
 
     def pull(self, rows: Rows, upstream: Coefficient) -> Pull:
-        return reduce(add, [term.pull(rows, upstream) for term in self.terms if term.gives])
+        return reduce(add, [term.pull_own(rows, upstream) for term in self.terms if term.gives])
 
 
 def _take_over(made: Term, terms: tuple[Term, ...]) -> None:

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.head.autograd import linear_cross_entropy
-from megatron_fused_ce.head.call import DEFAULT_CONFIG, Call, takes_config
+from megatron_fused_ce.head.call import Call, config_of_loss, takes_config
 from megatron_fused_ce.losses.outputs import differentiable_of
+from megatron_fused_ce.ops.arguments import sequence_first
 
 
 class TokenOutputs(NamedTuple):
@@ -36,6 +37,7 @@ def fused_linear_cross_entropy(
     *,
     tp_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
+    batch_first: bool = False,
     token_weights: Tensor | None = None,
     vocab_start: int | None = None,
     config: FusedCEConfig | None = None,
@@ -49,8 +51,9 @@ def fused_linear_cross_entropy(
         loss = loss.view(s, b).T
 
     The strategy ``recompute`` holds one chunk ``[C, V]`` of logits at a time; ``store`` keeps all of them
-    until the backward. The loss is differentiable in ``hidden`` and ``weight``, once, for any upstream
-    gradient per token; that must be the same on every rank of the group.
+    until the backward, and without token weights and a budget ``auto`` takes it up to 4 GiB. The loss is
+    differentiable in ``hidden`` and ``weight``, once, for any upstream gradient per token; that must be the
+    same on every rank of the group.
 
     Args:
         hidden: ``[s, b, H]`` or ``[T, H]``, float32, bfloat16 or float16; with sequence parallelism
@@ -59,11 +62,12 @@ def fused_linear_cross_entropy(
             each other in rank order, and may differ in size. If the first call of a group had equal shards
             and a later head has unequal ones, that head needs ``config.debug_checks``.
         labels: ``[b, s]`` (for ``hidden`` of three dimensions) or ``[T]``, global token ids, the same
-            on every rank. An id outside the vocabulary, -100 too, has the loss of Megatron's unfused path,
-            ``lse - max``. ``config=FusedCEConfig(ignore_index=-100)`` gives PyTorch's convention: loss 0 and
-            no gradient for tokens labelled -100.
+            on every rank. Tokens labelled ``config.ignore_index``, -100 if it is not given, have loss 0 and
+            no gradient. Another id outside the vocabulary has the loss of Megatron's unfused path,
+            ``lse - max``; so has -100 with ``FusedCEConfig(ignore_index=None)``.
         tp_group: the tensor-parallel group; None if this rank holds the whole vocabulary.
         sequence_parallel: each rank of the group holds its own part of the tokens.
+        batch_first: ``hidden`` is ``[b, s, H]``, with sequence parallelism ``[b, s / R, H]``.
         token_weights: in the labels' shape. They promise that the upstream gradient will be a scalar times
             these weights, so that ``grad_in_forward`` can make the gradients in the forward. They never
             change the loss. For any other upstream gradient the backward makes the gradients again, with a
@@ -97,8 +101,10 @@ def fused_linear_cross_entropy(
     Source: vocab-parallel cross-entropy, Shoeybi et al. 2019 (arXiv:1909.08053); chunking and
     recomputation of the logits: docs/design.md.
     """
-    config = DEFAULT_CONFIG if config is None else config
-    call = Call(hidden, weight, labels, tp_group, sequence_parallel, token_weights, vocab_start, config)
+    call = Call(
+        sequence_first(hidden, batch_first), weight, labels, tp_group, sequence_parallel, token_weights,
+        vocab_start, config_of_loss(config), may_store=True,
+    )  # fmt: skip
     return linear_cross_entropy(call).loss
 
 
@@ -112,6 +118,7 @@ def fused_linear_token_outputs(
     differentiable: bool = True,
     tp_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
+    batch_first: bool = False,
     token_weights: Tensor | None = None,
     vocab_start: int | None = None,
     config: FusedCEConfig | None = None,
@@ -142,11 +149,9 @@ def fused_linear_token_outputs(
     wrong = None
     if isinstance(outputs, str):
         wrong = TypeError(f"outputs is the string {outputs!r}; expected a sequence of names, ({outputs!r},)")
-    config = DEFAULT_CONFIG if config is None else config
-    call = Call(hidden, weight, labels, tp_group, sequence_parallel, token_weights, vocab_start, config)
-    call = call._replace(
-        outputs=tuple(outputs),
-        differentiable=differentiable_of(outputs) if differentiable else (),
-        caller_error=wrong,
-    )
+    call = Call(
+        sequence_first(hidden, batch_first), weight, labels, tp_group, sequence_parallel, token_weights,
+        vocab_start, config_of_loss(config), tuple(outputs),
+        differentiable_of(outputs) if differentiable else (), caller_error=wrong, may_store=True,
+    )  # fmt: skip
     return TokenOutputs(**linear_cross_entropy(call).outputs)

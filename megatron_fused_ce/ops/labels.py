@@ -21,7 +21,7 @@ from megatron_fused_ce.logits.label_set import LabelSet, LabelSetRows
 from megatron_fused_ce.losses.label import CROSS_ENTROPY, SoftTargets
 from megatron_fused_ce.losses.statistics import EMPTY, NO_COLUMN
 from megatron_fused_ce.losses.terms import Term
-from megatron_fused_ce.ops.arguments import temperature_of
+from megatron_fused_ce.ops.arguments import sequence_first, temperature_of
 from megatron_fused_ce.ranks.collectives import VocabParallel, raise_if_any
 
 #: Largest K: indices among a token's labels are stored as int16.
@@ -74,7 +74,7 @@ class SeveralLabels(OtherTargets):
                 "skip_masked leaves out tokens by labels; several labels a token have no such label"
             )
         if log_probs is None:
-            if config.ignore_index is not None:
+            if config.ignored_label is not None:
                 raise ValueError(
                     "ignore_index is for one label a token; here -1 is an empty entry: leave it out"
                 )
@@ -90,7 +90,7 @@ class SeveralLabels(OtherTargets):
                 "expected both [b, s, k] for hidden [s, b, H], or [T, k], with k of 1 or more"
             )
         check_one_device(weight=call.weight, teacher_ids=ids, teacher_log_probs=log_probs)
-        if config.label_smoothing or config.ignore_index is not None:
+        if config.label_smoothing or config.ignored_label is not None:
             raise ValueError(
                 "label_smoothing and ignore_index belong to labels; with a teacher smooth its probabilities, "
                 "and give ignored tokens the id -1 throughout"
@@ -148,6 +148,7 @@ def fused_linear_topk_distillation(
     temperature: float | Tensor = 1.0,
     tp_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
+    batch_first: bool = False,
     token_weights: Tensor | None = None,
     vocab_start: int | None = None,
     config: FusedCEConfig | None = None,
@@ -192,8 +193,9 @@ def fused_linear_topk_distillation(
         wrong = TypeError(f"teacher_ids and teacher_log_probs must be tensors, got {' and '.join(kinds)}")
     if loss not in ("cross_entropy", "kl"):
         wrong = ValueError(f"loss is {loss!r}; choose cross_entropy or kl")
-    config = DEFAULT_CONFIG if config is None else config
-    call = Call(hidden, weight, labels, tp_group, sequence_parallel, token_weights, vocab_start, config)
-    teacher = SeveralLabels(teacher_ids, teacher_log_probs, kl=loss == "kl")
-    call = call._replace(temperature=temperature, other_targets=teacher, caller_error=wrong)
+    call = Call(
+        sequence_first(hidden, batch_first), weight, labels, tp_group, sequence_parallel, token_weights,
+        vocab_start, DEFAULT_CONFIG if config is None else config, temperature=temperature,
+        other_targets=SeveralLabels(teacher_ids, teacher_log_probs, kl=loss == "kl"), caller_error=wrong,
+    )  # fmt: skip
     return linear_cross_entropy(call).loss

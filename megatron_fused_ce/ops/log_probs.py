@@ -171,8 +171,8 @@ def _active(
             return None, wrong
         mask = mask.to(labels.device)
     if config is not None and config.skip_masked and not several:
-        if config.ignore_index is not None:
-            known = labels.ne(config.ignore_index)
+        if config.ignored_label is not None:
+            known = labels.ne(config.ignored_label)
             mask = known if mask is None else mask & known
         elif mask is None:
             return None, ValueError(

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.head.autograd import linear_cross_entropy
-from megatron_fused_ce.head.call import DEFAULT_CONFIG, Call, takes_config
+from megatron_fused_ce.head.call import DEFAULT_CONFIG, Call, config_of_loss, takes_config
 from megatron_fused_ce.losses.outputs import OUTPUTS
 from megatron_fused_ce.losses.terms import Term
+from megatron_fused_ce.ops.arguments import sequence_first
 from megatron_fused_ce.ops.labels import has_several_labels, with_several_labels
 
 
@@ -24,6 +25,7 @@ def fused_linear_loss(
     *,
     tp_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
+    batch_first: bool = False,
     token_weights: Tensor | None = None,
     vocab_start: int | None = None,
     config: FusedCEConfig | None = None,
@@ -65,18 +67,17 @@ def fused_linear_loss(
 
     Source: the row gradient of a sum of terms: docs/math.md.
     """
-    config = DEFAULT_CONFIG if config is None else config
+    several = has_several_labels(hidden, labels)
+    config = config_of_loss(config) if not several else DEFAULT_CONFIG if config is None else config
     wrong = _wrong_terms(terms, config)
     by_name = {} if wrong else _internal_names(terms)
     beside = tuple(name for name in by_name if name != "loss")
-    call = Call(hidden, weight, labels, tp_group, sequence_parallel, token_weights, vocab_start, config)
-    call = call._replace(
-        outputs=beside,
-        differentiable=tuple(name for name in beside if by_name[name].gives),
-        terms=tuple(by_name.items()),
-        caller_error=wrong,
-    )
-    head = linear_cross_entropy(with_several_labels(call) if has_several_labels(hidden, labels) else call)
+    call = Call(
+        sequence_first(hidden, batch_first), weight, labels, tp_group, sequence_parallel, token_weights,
+        vocab_start, config, beside, tuple(name for name in beside if by_name[name].gives),
+        tuple(by_name.items()), caller_error=wrong, may_store=True,
+    )  # fmt: skip
+    head = linear_cross_entropy(with_several_labels(call) if several else call)
     return dict(zip(terms, map(head.outputs.__getitem__, by_name), strict=True))
 
 

@@ -58,6 +58,11 @@ SMALLEST_FLOP_TO_WAIT = 3e12
 WAITS_IN_WORDS = "grad_in_forward waits for the host in each backward, which a head this small shows"
 
 
+#: Bytes of one copy of the logits up to which ``auto`` takes ``store`` where a caller gave neither token
+#: weights nor a budget.
+STORED_BY_DEFAULT = 4 << 30
+
+
 @dataclass(frozen=True)
 class Plan:
     """How to run a head: a cut of its tokens, and ``stored_chunks``, ``in_forward`` and ``wgrad_at_once``."""
@@ -165,7 +170,7 @@ class Plan:
 
         budget = budget_bytes(inputs)
         fits = self.predicted_peak_bytes <= budget
-        limit = f"default budget{f' of {size(budget)}' if fits else ''} (what grad_in_forward needs)"
+        limit = f"default budget{f' of {size(budget)}' if fits else ''} (what {_sets_budget(inputs)} needs)"
         if memory_mb:
             limit = f"budget of {memory_mb} MiB"
         if not fits:
@@ -199,10 +204,11 @@ def plan(inputs: PlanInputs) -> Plan:
     """The fastest plan that fits the budget, by predicted time and bytes.
 
     A strategy or chunks named by the user are taken as they are. Without a budget, ``auto`` may use what
-    ``grad_in_forward`` would need with the user's chunks, or its own: short sequences then take ``store``,
-    longer ones ``grad_in_forward`` if the token weights are known and the head is not too small for its wait,
-    else ``mixed``. Chunks are as long as :func:`longest_chunk` says, and shorter only if the budget asks for
-    it. If nothing fits, ``auto`` takes the smallest plan, and a named strategy raises :class:`OverBudget`.
+    ``grad_in_forward`` (or ``store``, where that is the default) would need with the user's chunks, or its
+    own: short sequences then take ``store``, longer ones ``grad_in_forward`` if the token weights are known
+    and the head is not too small for its wait, else ``mixed``. Chunks are as long as :func:`longest_chunk`
+    says, and shorter only if the budget asks for it. If nothing fits, ``auto`` takes the smallest plan, and a
+    named strategy raises :class:`OverBudget`.
 
     Source: docs/design.md and the constants above.
     """
@@ -215,8 +221,7 @@ def plan(inputs: PlanInputs) -> Plan:
     if config.strategy == "auto":
         budget, names = budget_bytes(inputs), _strategies(inputs)
         # Steps with dynamic batches wait for this: no peak of store is predicted in vain.
-        stored_bytes = inputs.uses_in_flight * inputs.stored_itemsize * inputs.num_rows * inputs.num_tokens
-        may_fit = names if stored_bytes <= budget else names[1:]
+        may_fit = names if _stored_bytes(inputs) <= budget else names[1:]
         fitting = [_best(_options(inputs, name), budget) for name in may_fit]
         fitting = [option for option in fitting if option.predicted_peak_bytes <= budget]
         fitting += _mixed(inputs, budget, min((option.relative_time for option in fitting), default=math.inf))
@@ -247,10 +252,19 @@ def alternatives(inputs: PlanInputs) -> tuple[Plan, ...]:
 
 
 def budget_bytes(inputs: PlanInputs) -> int:
-    """The user's budget, else what ``grad_in_forward`` needs in its longest chunks."""
+    """The user's budget, else what a strategy needs in its longest chunks."""
     if inputs.config.memory_mb is not None:
         return inputs.config.memory_mb * MIB
-    return next(_options(inputs, "grad_in_forward")).predicted_peak_bytes
+    return next(_options(inputs, _sets_budget(inputs))).predicted_peak_bytes
+
+
+def _sets_budget(inputs: PlanInputs) -> str:
+    stores = inputs.may_store and _stored_bytes(inputs) <= STORED_BY_DEFAULT
+    return "store" if stores else "grad_in_forward"
+
+
+def _stored_bytes(inputs: PlanInputs) -> int:
+    return inputs.uses_in_flight * inputs.stored_itemsize * inputs.num_rows * inputs.num_tokens
 
 
 def shows_the_wait(inputs: PlanInputs) -> bool:

@@ -82,6 +82,8 @@ class PlanInputs:
     wgrad_accumulator: str = "main_grad"  # one of WGRAD_ACCUMULATORS
     #: whether the forward is given token weights, without which ``auto`` never takes ``grad_in_forward``
     token_weights_known: bool = False
+    #: whether ``auto`` without a budget stores up to :data:`.choose.STORED_BY_DEFAULT` of logits
+    may_store: bool = False
     #: whether the loss was found not to be what ``grad_in_forward`` was promised
     promise_broken: bool = False
     logits_backend: str = "scaled_exp"  # one of LOGITS_BACKENDS

@@ -194,8 +194,9 @@ def plain_head(inputs: HeadInputs, dtype: torch.dtype, roundings: Roundings | No
         loss = (1 - smoothing) * loss - smoothing * (term(z).mean(-1) - term(z).logsumexp(-1))
     if options.z_loss:
         loss = loss + options.z_loss * term(z).logsumexp(-1) ** 2
-    if options.ignore_index is not None:
-        loss = loss.masked_fill(labels == options.ignore_index, 0.0)
+    label = -100 if options.ignore_index == "auto" else options.ignored_label
+    if label is not None:
+        loss = loss.masked_fill(labels == label, 0.0)
     return _result(inputs, loss, hidden, weight, roundings, log_of_sum)
 
 

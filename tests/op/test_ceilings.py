@@ -33,16 +33,21 @@ class Counted(TorchDispatchMode):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is off where there is a GPU")
 @pytest.mark.parametrize(
-    ("strategy", "launches", "operators", "buffers"),
-    # Two GEMMs are operators, views too. The scaled-exp GEMM is a launch. One buffer has the labels, which
-    # the caller may refill before the backward.
-    [("store", 5, 29, 13), ("recompute", 5, 33, 12)],
+    ("strategy", "ignored", "launches", "operators", "buffers"),
+    # Tokens labelled -100 take three operators. Two GEMMs are operators, views too. The scaled-exp GEMM is a
+    # launch. One buffer has the labels, which the caller may refill before the backward.
+    [
+        ("store", None, 5, 29, 13),
+        ("recompute", None, 5, 33, 12),
+        ("store", "auto", 5, 29, 13),
+        ("recompute", "auto", 5, 36, 12),
+    ],
 )
-def test_a_warm_call(strategy, launches, operators, buffers, monkeypatch):
+def test_a_warm_call(strategy, ignored, launches, operators, buffers, monkeypatch):
     hidden = torch.randn(T, H).requires_grad_()
     weight = torch.randn(V, H).requires_grad_()
     labels, grad_loss = torch.randint(0, V, (T,)), torch.rand(T)
-    config = FusedCEConfig(strategy=strategy, logits_backend="scaled_exp")
+    config = FusedCEConfig(strategy=strategy, ignore_index=ignored, logits_backend="scaled_exp")
 
     def step() -> None:
         hidden.grad = weight.grad = None

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy
+from megatron_fused_ce import (
+    FusedCEConfig,
+    fused_linear_cross_entropy,
+    fused_linear_distillation,
+    fused_linear_loss,
+    fused_linear_token_outputs,
+    fused_linear_topk_distillation,
+    losses,
+)
 from megatron_fused_ce.logits.choose import choose
+from megatron_fused_ce.planner import choose as planner
+from megatron_fused_ce.rl import token_log_probs
 from megatron_fused_ce.scripts.lib import gloo
 from megatron_fused_ce.scripts.lib.reference import (
     LOSS_OPTIONS,
@@ -62,7 +73,7 @@ def test_in_a_graph(name, dtype, strategy):
 def test_an_option_changes_the_loss(name):
     """Else every test here could pass without it."""
     inputs = problem("odd-labels", torch.float64, "cpu", options=LOSS_OPTIONS[name])
-    plain = plain_head(replace(inputs, config=FusedCEConfig()), torch.float64)
+    plain = plain_head(replace(inputs, config=FusedCEConfig(ignore_index=None)), torch.float64)
     assert relative_error(plain_head(inputs, torch.float64).loss, plain.loss) > 1e-3
 
 
@@ -70,7 +81,7 @@ def test_an_option_changes_the_loss(name):
 def test_as_torch_defines_them(smoothing, device):
     inputs = problem("odd-labels", torch.float32, device)
     inputs.labels.masked_fill_((inputs.labels < 0) | (inputs.labels >= 331), -100)
-    config = FusedCEConfig(label_smoothing=smoothing, label_smoothing_form="pytorch", ignore_index=-100)
+    config = FusedCEConfig(label_smoothing=smoothing, label_smoothing_form="pytorch")
     result = run(inputs, config)
     hidden = inputs.hidden.double().requires_grad_()
     weight = inputs.weight.double().requires_grad_()
@@ -106,6 +117,91 @@ def test_as_megatron_smooths_labels_on_one_rank(tmp_path):
         dist.destroy_process_group()
     for ours, theirs in zip(result, (loss.detach(), hidden.grad, weight.grad), strict=True):
         assert relative_error(ours, theirs) < 4e-6
+
+
+def _several(function):
+    def of_one(hidden, weight, labels, **given):
+        return function(hidden, weight, labels.unsqueeze(-1), **given)
+
+    return of_one
+
+
+def _topk(hidden, weight, labels, **given):
+    teacher = labels.unsqueeze(-1), torch.zeros(*labels.shape, 1, device=labels.device)
+    return fused_linear_topk_distillation(hidden, weight, *teacher, **given)
+
+
+def _distillation(hidden, weight, labels, **given):
+    teacher = hidden.detach(), weight.detach().flip(1)
+    return fused_linear_distillation(hidden, weight, *teacher, labels=labels, **given).loss
+
+
+def _log_prob(*operands, **given):
+    return token_log_probs(*operands, **given).log_prob
+
+
+def _first_term(*operands, **given):
+    return fused_linear_loss(*operands, {"loss": losses.CrossEntropy()}, **given)["loss"]
+
+
+#: A loss of each public function, whether a label of -100 is ignored, and whether it may store the logits.
+FUNCTIONS = {
+    "cross_entropy": (fused_linear_cross_entropy, True, True),
+    "token_outputs": (
+        lambda *x, **of: fused_linear_token_outputs(*x, ("log_prob",), **of).log_prob,
+        True,
+        True,
+    ),
+    "loss": (_first_term, True, True),
+    "loss, several labels": (_several(_first_term), False, True),
+    "topk_distillation": (_topk, None, False),
+    "distillation": (_distillation, False, False),
+    "log_probs": (_log_prob, False, False),
+    "log_probs, several labels": (_several(_log_prob), False, False),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_defaults_of_each_function(name, device):
+    """Which ignore -100, if nothing is said; an explicit word is obeyed. Which may store the logits."""
+    function, ignores, may_store = FUNCTIONS[name]
+    inputs = problem("plain", torch.float32, device)
+    inputs.labels[:, 1] = -100
+    planned, plan = [], planner.plan
+
+    def losses_of(**given):
+        with patch.object(planner, "plan", lambda of: planned.append(of) or plan(of)):
+            made = function(inputs.hidden, inputs.weight, inputs.labels, **given)
+        return made.flatten(1)
+
+    none = losses_of(config=FusedCEConfig(ignore_index=None))
+    made = losses_of()
+    assert [inputs.may_store for inputs in planned] == [may_store] * 2
+    assert torch.equal(made == 0, (inputs.labels == -100) & bool(ignores)) or ignores is None
+    assert torch.equal(made[:, 0], none[:, 0]) and (none.all() or ignores is None)
+    if ignores is not None and "several" not in name:
+        label = int(inputs.labels[0, 0])
+        assert torch.equal(losses_of(config=FusedCEConfig(ignore_index=label)) == 0, (inputs.labels == label))
+    if may_store and "several" not in name:
+        planned.clear()
+        losses_of(token_weights=torch.ones_like(made), config=FusedCEConfig(num_chunks=3))
+        assert not planned[0].may_store
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_batch_first(name, device):
+    """Hidden states [b, s, H] for [s, b, H], and their gradients; [T, H] as they are."""
+    function, *_ = FUNCTIONS[name]
+    inputs, grads = problem("plain", torch.float32, device), []
+    for batch_first in (False, True):
+        hidden = inputs.hidden.transpose(0, int(batch_first)).contiguous().requires_grad_()
+        made = function(hidden, inputs.weight, inputs.labels, batch_first=batch_first)
+        (made.flatten(2).sum(-1) if made.dim() == 3 else made).backward(inputs.grad_loss)
+        grads.append((made.detach(), hidden.grad.transpose(0, int(batch_first))))
+    for one, other in zip(*grads, strict=True):
+        assert torch.equal(one, other)
+    rows = hidden.detach().flatten(0, 1), inputs.weight, inputs.labels.flatten()
+    assert relative_error(function(*rows, batch_first=True).flatten(), made.detach().flatten()) < 2e-6
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -162,6 +162,47 @@ def test_an_output_alone_meets_no_slope_of_the_loss(device):
     assert hidden.grad.isfinite().all() and hidden.grad.any()
 
 
+class InPlace(Focal):
+    """Whose pull changes its upstream."""
+
+    def pull(self, rows, upstream):
+        pull = super().pull(rows, upstream)
+        if isinstance(upstream, torch.Tensor):
+            upstream.zero_()
+        return pull
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["one label", "several"])
+def test_a_users_term_has_its_own_upstream(several, device):
+    """In a sum, beside others with the same upstream gradient, and in the caller's buffer."""
+    inputs = make_inputs("plain", **SIZES, dtype=torch.float32, device=device)
+    labels = inputs.labels.unsqueeze(-1) if several else inputs.labels
+    upstream, grads = torch.ones_like(inputs.grad_loss), []
+    for odd in (InPlace(2.0), Focal(2.0)):
+        hidden = inputs.hidden.clone().requires_grad_()
+        terms = {"loss": odd + losses.CrossEntropy(), "odd": odd, "entropy": losses.Entropy()}
+        made = fused_linear_loss(hidden, inputs.weight, labels, terms)
+        torch.autograd.backward(list(made.values()), [upstream] * 3)
+        grads.append(hidden.grad)
+    assert torch.equal(*grads) and (upstream == 1).all()
+
+
+def test_fp16_counts_the_upstreams_of_all_outputs(device):
+    weight = torch.full((40, 16), 15.9, device=device, dtype=torch.float16)
+    hidden = torch.randn(6, 16, device=device, dtype=torch.float16, requires_grad=True)
+    labels = torch.arange(6, device=device)
+    weight[20:] *= -1
+    terms = {"loss": losses.CrossEntropy()} | {
+        f"z{i}": losses.Lse() + 0.0 * losses.ZLoss(i) for i in range(40)
+    }
+    made = fused_linear_loss(hidden, weight, labels, terms)
+    torch.stack(list(made.values())).sum().backward()
+    plain = hidden.detach().double().requires_grad_()
+    s = plain @ weight.double().t()
+    (40 * s.logsumexp(1).sum() + torch.nn.functional.cross_entropy(s, labels, reduction="sum")).backward()
+    assert relative_error(hidden.grad, plain.grad) < 1e-3
+
+
 @pytest.mark.parametrize("k", [1, 2048])
 def test_fp16_counts_the_upstreams_of_a_token_once(k, device):
     weight = torch.randn(4000, 16, device=device, dtype=torch.float16, requires_grad=True)
@@ -239,7 +280,7 @@ class OfThree(Unlikelihood):
 
 def test_check_of_so_many_labels_alone():
     losses.check(OfThree(), lambda s, labels: true_value(Unlikelihood(), s, labels), num_labels=3)
-    with pytest.raises(AssertionError, match=r"value in labels' columns.* \(on several labels, one twice"):
+    with pytest.raises(AssertionError, match=r"value in labels' columns.* \(on a token .* label \[\d+, "):
         losses.check(OfThree(True), num_labels=3)
 
 

@@ -52,6 +52,10 @@ class Late(Focal):
         object.__setattr__(self, "late", late)
 
 
+def capture(by):
+    return lambda self, rows: rows.loss * by
+
+
 def _with(**attributes):
     return {"terms": {"loss": type("Odd", (Focal,), attributes)(2.0)}}
 
@@ -159,6 +163,10 @@ REFUSED = {
             (_with(keeps=("weighted",)), TypeError, "expected a tuple of nothing"),
             (_with(gives=("beta",)), TypeError, "expected a tuple of at, alpha"),
             ({"terms": {"loss": 0.5 * Focal(ones(())) + losses.CrossEntropy()}}, TypeError, "has a tensor"),
+            ({"terms": {"loss": Focal((ones(()),))}}, TypeError, "has a tensor"),
+            ({"terms": {"loss": Focal(torch.nn.Linear(1, 1))}}, TypeError, "has a tensor"),
+            ({"terms": {"loss": 0.5 * Focal(capture(trained(1)))}}, TypeError, "has a tensor"),
+            (_with(value=capture(trained(1))), TypeError, "has a tensor"),
             ({"terms": {"loss": Late(2.0, 3.0)}}, TypeError, "is equal to terms with another late"),
             (
                 {"terms": {"best": losses.Predicted(), "loss": losses.CrossEntropy()}},
@@ -247,6 +255,12 @@ REFUSED = {
 }
 
 
+for _, rows_of_function in REFUSED.values():
+    rows_of_function.append(
+        ({"sequence_parallel": True}, ValueError, "sequence_parallel=True without tp_group")
+    )
+
+
 @pytest.mark.parametrize(
     ("function", "given", "error", "words"),
     [
@@ -321,6 +335,7 @@ def test_all_tokens_where_a_part_is_expected():
         ({"true_vocab_size": 0}, "true_vocab_size must be 1 or more"),
         ({"true_vocab_size": 1, "label_smoothing": 0.1}, "two classes"),
         ({"ignore_index": 1.5}, "ignore_index must be a whole number"),
+        ({"ignore_index": "none"}, "ignore_index must be a whole number, None or 'auto'"),
         ({"num_chunks": 0}, "1 or more"),
         ({"chunk_tokens": -3}, "1 or more"),
         ({"num_chunks": 2.5}, "whole number"),

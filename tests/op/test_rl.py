@@ -132,18 +132,6 @@ def test_the_active_mask_and_ignored_labels(device):
         assert (made.entropy == 0).sum(1).tolist() == [left_out + 2] * 2
 
 
-def test_batch_first(device):
-    """Hidden states [b, s, H], and packed ones [T, H]."""
-    inputs = make_inputs("plain", **SIZES, dtype=torch.float32, device=device)
-    right = token_log_probs(inputs.hidden, inputs.weight, inputs.labels).log_prob
-    hidden = inputs.hidden.transpose(0, 1).contiguous().requires_grad_()
-    made = token_log_probs(hidden, inputs.weight, inputs.labels, batch_first=True).log_prob
-    assert torch.equal(made, right)
-    rows = hidden.flatten(0, 1), inputs.weight, inputs.labels.flatten()
-    packed = token_log_probs(*rows, batch_first=True).log_prob
-    assert relative_error(packed.detach(), right.flatten()) < FLOOR[torch.float32]
-
-
 @pytest.mark.parametrize("form", ["a tensor without dimensions", "one of each sequence"])
 def test_temperatures(form, device):
     """They are those of each token; divergences and a teacher's targets take the first, too."""

@@ -181,6 +181,7 @@ def changes_of(args: Call) -> dict[str, dict[str, Any]]:
         "zero_unknown": {"on": True},
         "reduce_grad_hidden": {"off": False},
         "with_argmax": {"on": True},
+        "may_store": {"on": True},
         "open_grad_weight": {"main_grad": opens_main_grad},
         "uses_in_flight": {"2": 2},
         "head": {"another": Head("another")},

@@ -69,6 +69,21 @@ def test_a_sum_of_terms(rank: Rank, name, strategy, sp):
     compare(LOSSES[name], inputs, strategy, (hidden, weight), wholes, group)
 
 
+@on_ranks(2)
+@SP
+def test_batch_first(rank: Rank, sp):
+    """With sequence parallelism each rank's part is along s, which comes second."""
+    inputs, made = plain_inputs(rank), []
+    for batch_first in (False, True):
+        hidden, weight, group = shard_of(rank, inputs, sp)
+        hidden = hidden.detach().transpose(0, int(batch_first)).contiguous().requires_grad_()
+        loss = fused_linear_cross_entropy(hidden, weight, inputs.labels, batch_first=batch_first, **group)
+        loss.backward(inputs.grad_loss)
+        made.append((loss.detach(), hidden.grad.transpose(0, int(batch_first)), weight.grad))
+    for one, other in zip(*made, strict=True):
+        assert torch.equal(one, other)
+
+
 # --- data that differs from shard to shard ---------------------------------------------------
 
 

@@ -38,7 +38,7 @@ def changed(inputs: PlanInputs, **given) -> PlanInputs:
 def llama(num_tokens: int, memory_mb: int | None = None, **others) -> PlanInputs:
     """A head of H = 4096 and V = 128256: 1002 MiB of bf16 logits are 4096 tokens."""
     facts = {"token_weights_known": True, "device": "NVIDIA H200", **others}
-    return inputs_of(num_tokens, 4096, 128256, memory_mb=memory_mb, **facts)
+    return inputs_of(num_tokens, facts.pop("hidden_size", 4096), 128256, memory_mb=memory_mb, **facts)
 
 
 def small(of_the_crossing: float, **others) -> PlanInputs:
@@ -50,6 +50,7 @@ def small(of_the_crossing: float, **others) -> PlanInputs:
 
 
 UNWEIGHTED = {"token_weights_known": False}
+STORES = {**UNWEIGHTED, "may_store": True}
 RETURNED = {"wgrad_accumulator": "returned"}
 SP4 = {"tp_size": 4, "num_parts": 4}
 
@@ -141,6 +142,11 @@ SP4 = {"tp_size": 4, "num_parts": 4}
             20,
             "budget of 66 MiB",
         ),
+        # Without token weights and a budget: one copy of the logits, up to 4 GiB.
+        (llama(16384, hidden_size=1024, **UNWEIGHTED), "mixed", 8, 2048, 4, "store needs"),
+        (llama(16384, hidden_size=1024, **STORES), "store", 2, 8192, 2, "what store needs"),
+        (llama(16800, hidden_size=1024, **STORES), "mixed", 9, 1920, 3, "what grad_in_forward needs"),
+        (llama(16384, 2000, hidden_size=1024, **STORES), "mixed", 11, 1536, 4, "budget of 2000 MiB"),
         # A device that nobody measured.
         (llama(32768, device="Other"), "grad_in_forward", 8, 4096, 0, "store needs"),
     ],

@@ -314,7 +314,7 @@ def compare(
     if strategy == "grad_in_forward":
         more["token_weights"] = next(iter(upstreams.values())) / 1.5
     with strategy_in_place(strategy) as named:
-        own = {"chunk_tokens": 20, **loss.options, **options}
+        own = {"chunk_tokens": 20, "ignore_index": None, **loss.options, **options}
         inputs = replace(inputs, config=FusedCEConfig(named, **own))
         made = loss.ask(hidden, weight, inputs, config=inputs.config, **more)
     every = list(upstreams)

@@ -442,8 +442,7 @@ def loss_options(draw: Any, vocab: int, labels: bool) -> dict[str, Any]:
     if "smoothing" in taken and num_classes > 1:
         options["label_smoothing"] = draw(st.sampled_from((0.1, 0.5)))
         options["label_smoothing_form"] = draw(st.sampled_from(("megatron", "pytorch")))
-    if "ignore" in taken:
-        options["ignore_index"] = draw(st.sampled_from((-100, -1, 0, vocab - 1)))
+    options["ignore_index"] = draw(st.sampled_from((-100, -1, 0, vocab - 1))) if "ignore" in taken else None
     return options
 
 
