@@ -111,7 +111,7 @@ class FusedCEConfig:
         if label is not None and not -(2**62) < label < 2**62:
             raise ValueError(f"ignore_index must be between -2**62 and 2**62, got {label}")
 
-    @property
+    @functools.cached_property
     def ignored_label(self) -> int | None:
         """``ignore_index``; None for ``auto``."""
         return None if self.ignore_index == "auto" else self.ignore_index  # type: ignore[return-value]
