@@ -280,19 +280,18 @@ def full_version(checkout: Path) -> str:
 
 @dataclass(frozen=True)
 class Case:
-    """A script, its arguments and its number of processes; ``args`` None: not offered."""
+    """A script, its arguments and its number of processes."""
 
     name: str
     script: str
     num_processes: int
-    args: list[str] | None
-    fused_wgrad: bool = False
+    args: list[str]
     num_tokens: int | None = None  # of an iteration, where the case is a sequence length
     warmup: int = 1  # logged iterations left out of the time
 
     @property
     def is_fp32(self) -> bool:
-        return not {"--bf16", "--fp16"} & set(self.args or ())
+        return not {"--bf16", "--fp16"} & set(self.args)
 
 
 #: The variant that Megatron's arguments refuse, and the runner's option that lifts the refusal.
@@ -317,12 +316,10 @@ class Run:
 
     def words(self, megatron: str, torchrun: Sequence[str]) -> list[str]:
         """The command line, with `megatron` for the checkout's folder."""
-        assert self.case.args is not None
         own: list[str] = []
         module: list[str] = []
         if self.device == "cpu":
             module = ["-m", "megatron_fused_ce.scripts.lib.megatron_cpu"]
-            module += ["--fused-wgrad"] if self.case.fused_wgrad else []
         elif self.variant == LIFTED:
             own.append(LIFTING)
         elif self.uses_plugin:
@@ -355,7 +352,7 @@ class Run:
 
     def fingerprint(self) -> str:
         """Changes with anything the run's figures depend on."""
-        files = [SCRIPTS / "lib" / "megatron_cpu.py", SCRIPTS / "lib" / "local_stack_spec.py"]
+        files = [SCRIPTS / "lib" / "megatron_cpu.py"]
         if self.uses_plugin:  # kernels/ is a link in a checkout
             sources = {*PACKAGE.rglob("*.py"), *(PACKAGE / "kernels").glob("*.py")}
             files += [file for file in sources if "scripts" not in file.relative_to(PACKAGE).parts]

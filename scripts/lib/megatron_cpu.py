@@ -1,7 +1,7 @@
 """Run an unmodified Megatron-LM script on a CPU: stand-ins for what it asks of CUDA.
 
     torchrun --nproc-per-node 2 -m megatron_fused_ce.scripts.lib.megatron_cpu \
-        [--fused-wgrad] /path/to/Megatron-LM/pretrain_gpt.py --distributed-backend gloo ...
+        /path/to/Megatron-LM/pretrain_gpt.py --distributed-backend gloo ...
 
 The script is run as ``python SCRIPT args...`` would run it (``sys.argv``, ``sys.path[0]``,
 ``__main__``), with gloo as the backend. With ``--fused-chunked-ce`` among its arguments it goes
@@ -9,9 +9,6 @@ through ``megatron_fused_ce.launch``, the same entry as on GPUs.
 
 Nothing of the model's arithmetic is replaced. Megatron's own code runs on CPU tensors; each stand-in
 says who asks for it (paths below ``megatron/``).
-
-The Hybrid and Mamba stacks ship Transformer Engine layers only; `local_stack_spec` beside this file
-is their local counterpart, for ``--spec megatron_fused_ce.scripts.lib.local_stack_spec stack_spec``.
 """
 
 from __future__ import annotations
@@ -42,7 +39,7 @@ from torch.overrides import TorchFunctionMode
 
 from megatron_fused_ce.scripts.lib import gloo
 
-FUSED_WGRAD_OPTION = "--fused-wgrad"
+NO_FUSED_WGRAD = "--no-gradient-accumulation-fusion"
 PLUGIN_FLAG = "--fused-chunked-ce"
 EXACT_LINE_PREFIX = "[megatron_cpu] exact "
 
@@ -418,20 +415,13 @@ def run(script: str, arguments: Sequence[str]) -> None:
         runpy.run_path(script, run_name="__main__")
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """``[--fused-wgrad] SCRIPT args...``: install the stand-ins, then run the script."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    fused_wgrad = arguments[:1] == [FUSED_WGRAD_OPTION]
-    if fused_wgrad:
-        arguments.pop(0)
-    if not arguments or arguments[0].startswith("-"):
-        sys.exit(f"usage: megatron_cpu [{FUSED_WGRAD_OPTION}] SCRIPT args...")
-    script, *script_arguments = arguments
+def main() -> None:
+    """``SCRIPT args...``: install the stand-ins, then run the script."""
+    script, *arguments = sys.argv[1:] or [""]
     if not os.path.isfile(script):
-        sys.exit(f"megatron_cpu: no such script: {script}")
-
-    install(fused_wgrad=fused_wgrad)
-    run(script, script_arguments)
+        sys.exit(f"usage: megatron_cpu SCRIPT args..., no script {script}")
+    install(fused_wgrad=NO_FUSED_WGRAD not in arguments)
+    run(script, arguments)
     if torch.distributed.is_initialized():  # Megatron does this itself from 0.17 on
         torch.distributed.destroy_process_group()
 

@@ -169,7 +169,7 @@ def row_of(run: Run, of: dict[str, Figures]) -> dict[str, Any]:
             row["problems"].append(f"{figures.status} {figures.error}".strip())
         return row
     problems = row["problems"]
-    words = run.case.args or []
+    words = run.case.args
     wanted, made = int(words[len(words) - words[::-1].index("--train-iters")]), figures.iteration_times_ms
     if len(made) != wanted:
         problems.append(f"ended after {len(made)} of {wanted} iterations")
