@@ -217,11 +217,6 @@ class Figure:
     def over(self, name: str) -> float:
         return self.over_seeds(self.values[name].values())
 
-    def times(self, name: str) -> float:
-        """Its size over the bound."""
-        size = abs(self.over(name)) if name in self.values else 0.0
-        return size / self.bound if self.bound else math.inf if size else 0.0
-
     def is_within(self, name: str) -> bool:
         """Without a bound: whether it is finite."""
         sizes = [abs(self.over(name)), *(abs(value) / ONE_SEED for value in self.values[name].values())]
@@ -331,10 +326,9 @@ class Comparison:
 
     @property
     def names(self) -> list[str]:
-        """The judged run's, the noise's, and others', the nearest to the bounds first."""
-        first = [self.judge.judged, *self.judge.noise]
-        others = {name for pairs in self.pairs.values() for name in pairs} - {*first}
-        return [*first, *sorted(others, key=lambda name: (max(f.times(name) for f in self.figures), name))]
+        """The judged run's, the noise's, and others'."""
+        others = sorted({name for pairs in self.pairs.values() for name in pairs})
+        return list(dict.fromkeys([self.judge.judged, *self.judge.noise, *others]))
 
     @property
     def main(self) -> Pairs:
@@ -346,9 +340,6 @@ class Comparison:
         of = blocks(self.start, max(run[-1].iteration for run in runs), 1)
         sizes = [root_mean_square(distance(run, *block, False) for run in runs) for block in of]
         return [(end, size) for (_, end), size in zip(of, sizes, strict=True) if not math.isnan(size)]
-
-    def outside(self, name: str) -> list[Figure]:
-        return [figure for figure in self.figures if name in figure.values and not figure.is_within(name)]
 
     @property
     def verdict(self) -> str:
