@@ -241,7 +241,8 @@ def main(words: list[str]) -> int:
     found = compare.series_of(options.out, compare.Judge(REFERENCE, "flag", noise, by_seed=True))
     status = compare.report(found, options.out, source, Console(highlight=False, width=110), CAPTION)
     for name in (name for name in found.names if name.startswith("planted")):
-        print(f"{name}: {'; '.join(figure.what for figure in found.outside(name)) or 'not seen'}")
+        outside = [f.what for f in found.figures if name in f.values and not f.is_within(name)]
+        print(f"{name}: {'; '.join(outside) or 'not seen'}")
     return status
 
 

@@ -58,9 +58,8 @@ class Case:
     @property
     def pretrains(self) -> bool:
         elsewhere = self.program and not self.program.endswith(PROGRAMS)
-        return self.path.split("/")[0] in KINDS and not (
-            elsewhere or "inference" in self.path or "grpo" in self.path
-        )
+        other = "inference" in self.path or "grpo" in self.path
+        return self.path.split("/")[0] in KINDS and not (elsewhere or other)
 
     @property
     def is_record(self) -> bool:
@@ -135,10 +134,8 @@ def records(text: str) -> Iterator[tuple[str, Case]]:
     for line in text.splitlines():
         if not line.startswith("#"):
             versions, path, file, peak, program, gpus, words = line.split("\t")
-            yield (
-                versions,
-                Case(path, "regular", program, int(gpus), tuple(shlex.split(words)), {file: float(peak)}),
-            )
+            peaks = {file: float(peak)}
+            yield versions, Case(path, "regular", program, int(gpus), tuple(shlex.split(words)), peaks)
 
 
 def main(checkouts: list[str]) -> int:
@@ -148,11 +145,9 @@ def main(checkouts: list[str]) -> int:
             for file, peak in case.peaks.items():
                 row = (case.path, file, f"{peak:.1f}", case.program, str(case.gpus), shlex.join(case.words))
                 rows.setdefault("\t".join(row), []).append(version(checkout))
-    head = (
-        "# Written by scripts/dev/megatron_records.py: Megatron's versions; test, file; MiB of the last rank"
-    )
+    head = "# Written by scripts/dev/megatron_records.py: Megatron's versions; test, file; MiB of the last"
     lines = sorted("\t".join((" ".join(versions), row)) for row, versions in rows.items())
-    LIST.write_text("\n".join([f"{head}, program, GPUs, words", *lines]) + "\n")
+    LIST.write_text("\n".join([f"{head} rank, program, GPUs, words", *lines]) + "\n")
     return 0
 
 

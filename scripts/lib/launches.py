@@ -192,12 +192,9 @@ class Command:
         if not Path(words[at]).is_file():
             raise UsageError(f"no training script {words[at]}")
         refuse_shared_folders(words[at:])
-        modules = [
-            i
-            for i, (option, module) in enumerate(pairwise(words[:at]))
-            if option in ("-m", "--module") and not module.startswith("torch.distributed")
-        ]
-        runner = modules[0] if modules else at
+        options = pairwise(words[:at])
+        runs = [word in ("-m", "--module") and not of.startswith("torch.distributed") for word, of in options]
+        runner = runs.index(True) if True in runs else at
         script, plugin = split_plugin_words(words[at:])
         return Command(list(words[:runner]), list(words[runner:at]), script, plugin)
 
@@ -239,17 +236,6 @@ def refuse_shared_folders(words: Sequence[str]) -> None:
     for name in WRITTEN_BY_LAUNCHES:
         if any(word == name or word.startswith(f"{name}=") for word in words):
             raise UsageError(f"leave out {name}: all launches would write to the same place")
-
-
-def named_flags(definitions: Sequence[str]) -> dict[str, str]:
-    """Variants of ``--variant NAME=FLAGS``. Raises UsageError."""
-    found = {}
-    for definition in definitions:
-        name, equals, flags = definition.partition("=")
-        if not equals or not name:
-            raise UsageError(f"--variant takes NAME=FLAGS, got {definition!r}")
-        found[name] = flags
-    return found
 
 
 def split_plugin_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -294,19 +280,18 @@ def full_version(checkout: Path) -> str:
 
 @dataclass(frozen=True)
 class Case:
-    """A script, its arguments and its number of processes; ``args`` None: not offered."""
+    """A script, its arguments and its number of processes."""
 
     name: str
     script: str
     num_processes: int
-    args: list[str] | None
-    fused_wgrad: bool = False
+    args: list[str]
     num_tokens: int | None = None  # of an iteration, where the case is a sequence length
     warmup: int = 1  # logged iterations left out of the time
 
     @property
     def is_fp32(self) -> bool:
-        return not {"--bf16", "--fp16"} & set(self.args or ())
+        return not {"--bf16", "--fp16"} & set(self.args)
 
 
 #: The variant that Megatron's arguments refuse, and the runner's option that lifts the refusal.
@@ -331,12 +316,10 @@ class Run:
 
     def words(self, megatron: str, torchrun: Sequence[str]) -> list[str]:
         """The command line, with `megatron` for the checkout's folder."""
-        assert self.case.args is not None
         own: list[str] = []
         module: list[str] = []
         if self.device == "cpu":
             module = ["-m", "megatron_fused_ce.scripts.lib.megatron_cpu"]
-            module += ["--fused-wgrad"] if self.case.fused_wgrad else []
         elif self.variant == LIFTED:
             own.append(LIFTING)
         elif self.uses_plugin:
@@ -369,11 +352,13 @@ class Run:
 
     def fingerprint(self) -> str:
         """Changes with anything the run's figures depend on."""
-        files = [SCRIPTS / "lib" / "megatron_cpu.py", SCRIPTS / "lib" / "local_stack_spec.py"]
-        if self.uses_plugin:
-            files += package_sources()
+        files = [SCRIPTS / "lib" / "megatron_cpu.py"]
+        if self.uses_plugin:  # kernels/ is a link in a checkout
+            sources = {*PACKAGE.rglob("*.py"), *(PACKAGE / "kernels").glob("*.py")}
+            files += [file for file in sources if "scripts" not in file.relative_to(PACKAGE).parts]
         names = ("torch", "triton", "transformer-engine")
-        software = f"{sys.version} {[version(name) for name in names]} {allocator_settings()}"
+        allocator = [os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")]
+        software = f"{sys.version} {[version(name) for name in names]} {allocator}"
         digest = hashlib.sha256(f"{self.checkout.path} {self.command} {software}".encode())
         for file in sorted(files):
             digest.update(file.read_bytes())
@@ -415,14 +400,3 @@ class Run:
         text = json.dumps({**record, "figures": asdict(figures)}, indent=1)
         write_whole(started.folder / RECORD, f"{text}\n")
         return figures
-
-
-def allocator_settings() -> str | None:
-    """Of torch's caching allocator, from the environment."""
-    return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
-
-
-def package_sources() -> list[Path]:
-    """The package and its kernels, without scripts/."""
-    files = [*PACKAGE.rglob("*.py"), *(PACKAGE / "kernels").glob("*.py")]
-    return sorted({file for file in files if "scripts" not in file.relative_to(PACKAGE).parts})

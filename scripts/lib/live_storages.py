@@ -37,22 +37,14 @@ class LiveStorages(TorchDispatchMode):
             loss.backward()
         print(live.peak_bytes)
 
-    Attributes: `live_bytes` now, `peak_bytes` at most since the block was entered or since
-    `reset_peak()`, and `num_storages`, how many have counted so far (0 means that nothing was
-    watched, not that nothing was saved).
+    `num_storages` is how many have counted so far: with 0 nothing was watched.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.live_bytes = 0
-        self.peak_bytes = 0
-        self.num_storages = 0
+        self.live_bytes = self.peak_bytes = self.num_storages = 0
         self._created: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._counted_bytes: dict[int, int] = {}  # storage -> what it adds to live_bytes
-
-    def reset_peak(self) -> None:
-        """Start a new peak from what is alive now."""
-        self.peak_bytes = self.live_bytes
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -100,22 +92,15 @@ class LogitStorages(LiveStorages):
     """
 
     def __init__(self, *, vocab_rows: int, hidden_size: int) -> None:
-        if vocab_rows < 1 or hidden_size < 1 or vocab_rows == hidden_size:
-            raise ValueError(
-                "expected a vocabulary shard and a hidden size of at least 1 that differ, got "
-                f"vocab_rows={vocab_rows} and hidden_size={hidden_size}: shapes could not tell "
-                "logits from weights; change one of the two sizes"
-            )
+        if not 0 < vocab_rows != hidden_size > 0:
+            raise ValueError(f"cannot tell logits from weights by {vocab_rows=} and {hidden_size=}")
         super().__init__()
-        self.vocab_rows = vocab_rows
-        self.hidden_size = hidden_size
+        self.vocab_rows, self.hidden_size = vocab_rows, hidden_size
 
     def _counts(self, shape: torch.Size) -> bool:
-        if len(shape) < 2:
-            return False
-        if len(shape) > 2:
-            return shape[-1] == self.vocab_rows
-        return self.vocab_rows in shape and self.hidden_size not in shape
+        if len(shape) == 2:
+            return self.vocab_rows in shape and self.hidden_size not in shape
+        return len(shape) > 2 and shape[-1] == self.vocab_rows
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
@@ -123,9 +108,6 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
     if isinstance(tree, Tensor):
         if type(tree) in (Tensor, torch.nn.Parameter) and tree.layout == torch.strided:
             yield tree
-    elif isinstance(tree, (list, tuple)):
-        for item in tree:
-            yield from _tensors(item)
-    elif isinstance(tree, dict):
-        for item in tree.values():
+    elif isinstance(tree, list | tuple | dict):
+        for item in tree.values() if isinstance(tree, dict) else tree:
             yield from _tensors(item)

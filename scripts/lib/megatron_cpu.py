@@ -1,64 +1,14 @@
 """Run an unmodified Megatron-LM script on a CPU: stand-ins for what it asks of CUDA.
 
     torchrun --nproc-per-node 2 -m megatron_fused_ce.scripts.lib.megatron_cpu \
-        [--fused-wgrad] /path/to/Megatron-LM/pretrain_gpt.py --distributed-backend gloo ...
+        /path/to/Megatron-LM/pretrain_gpt.py --distributed-backend gloo ...
 
 The script is run as ``python SCRIPT args...`` would run it (``sys.argv``, ``sys.path[0]``,
 ``__main__``), with gloo as the backend. With ``--fused-chunked-ce`` among its arguments it goes
 through ``megatron_fused_ce.launch``, the same entry as on GPUs.
 
-Nothing of the model's arithmetic is replaced. Megatron's own code runs on CPU tensors; what is
-stood in for, and who asks for it (paths below ``megatron/``; line numbers drift, names do not):
-
-=============================  ====================================================================
-stand-in                       asked for by
-=============================  ====================================================================
-`CudaIsCpu` (device mapping)   ``device='cuda'`` / ``device=torch.cuda.current_device()`` all over
-                               training/ and core/; ``.cuda()`` on modules and batches
-`CudaIsCpu` (`Tensor.type`)    ``'torch.cuda.FloatTensor'`` comparisons in core/optimizer
-`_CUDA_FUNCTIONS`              ``assert torch.cuda.is_available()`` and ``device_count() > 0`` in
-                               training/initialize.py, memory reports, synchronise, capability
-`_Stream`, `_Event`            side streams of the DDP wrap (training/training.py), timers
-``torch.accelerator``          torch.optim (2.14), which asks whether its stream captures
-random state                   core/tensor_parallel/random.py: the tracker's states and seeds live
-                               in the CPU generator, so dropout is as reproducible as on CUDA
-`_barrier`                     ``device_ids=`` in core/parallel_state.py, which gloo refuses
-``gloo`` beside this file      nobody: torch's gloo groups corrupt the heap with two worker threads
-`_keep_until_sent`             core/pipeline_parallel frees a stage's output once its send is
-                               launched, which CUDA's streams allow and gloo's threads do not:
-                               virtual stages would train on freed memory
-`typing.override`              training/ from 0.18 on, where Python is older than 3.12
-`compile_dataset_helpers`      core/datasets/utils.py calls make with PATH's ``python3-config``,
-                               which need not be the running interpreter's, and a wheel of
-                               megatron-core has the built helpers but no Makefile
-`fused_kernels.load`           training/initialize.py up to 0.16 wants CUDA_HOME
-`WrappedTorchNorm`             core/transformer/torch_norm.py refuses sequence parallelism, because
-                               torch's norms do not mark their weights for the gradient all-reduce;
-                               the stand-in marks them
-``TENorm`` of Hybrid/Mamba     core/models/hybrid/hybrid_block.py and core/ssm/mamba_block.py
-                               hard-code TENorm for the final norm
-`maybe_move_tensor_to_cpu`     core/transformer/moe makes NumPy arrays of what is on a GPU only, and
-                               gloo takes no tensors as sizes
-``te_general_gemm``            core/transformer/moe/moe_utils.py up to 0.16 reads the name without
-                               Transformer Engine too
-`record_stream`, NVTX ranges   combined 1F1B (core/pipeline_parallel/utils.py)
-``ColumnParallelLinear``       core/tensor_parallel/layers.py: with --defer-embedding-wgrad-compute
-                               all of them use lists that the output layer alone has; the others are
-                               Transformer Engine's on GPUs
-inference column linear test   core/tensor_parallel/inference_layers.py (after 0.19) calls
-                               ``isinstance`` with classes that Transformer Engine would define
-``get_nccl_options``           core/parallel_state.py asks for streams of high priority under FSDP2
-``DeviceMesh``                 core/distributed's two FSDP wrappers make meshes of "cuda"
-processes that save            core/dist_checkpointing starts one that imports the script again, in a
-                               process that has no stand-ins; here it is forked
-training_log                   nobody: Megatron logs the gradient norm with three decimals, too few
-                               to compare by; the last rank prints every digit besides
-`fused_weight_gradient...`     ``--gradient-accumulation-fusion`` (Megatron's default) wants apex's
-                               extension; only with ``--fused-wgrad``
-=============================  ====================================================================
-
-The Hybrid and Mamba stacks ship Transformer Engine layers only; `local_stack_spec` beside this file
-is their local counterpart, for ``--spec megatron_fused_ce.scripts.lib.local_stack_spec stack_spec``.
+Nothing of the model's arithmetic is replaced. Megatron's own code runs on CPU tensors; each stand-in
+says who asks for it (paths below ``megatron/``).
 """
 
 from __future__ import annotations
@@ -81,7 +31,7 @@ import sys
 import sysconfig
 import types
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -89,7 +39,7 @@ from torch.overrides import TorchFunctionMode
 
 from megatron_fused_ce.scripts.lib import gloo
 
-FUSED_WGRAD_OPTION = "--fused-wgrad"
+NO_FUSED_WGRAD = "--no-gradient-accumulation-fusion"
 PLUGIN_FLAG = "--fused-chunked-ce"
 EXACT_LINE_PREFIX = "[megatron_cpu] exact "
 
@@ -107,7 +57,10 @@ def _on_cpu(value: Any) -> Any:
 
 
 class CudaIsCpu(TorchFunctionMode):
-    """Every torch call that names a CUDA device gets the CPU; ``Tensor.type()`` says the reverse."""
+    """Every torch call that names a CUDA device gets the CPU.
+
+    ``Tensor.type()`` says the reverse: core/optimizer compares with ``'torch.cuda.FloatTensor'``.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -128,14 +81,14 @@ class CudaIsCpu(TorchFunctionMode):
 
 
 class _Stream:
-    """A CPU has one queue: every stream is it, and is always up to date."""
+    """A stream or an event (the DDP wrap, timers): a CPU has one queue, and all before now has happened."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.cuda_stream = 0
 
-    def wait_stream(self, stream: Any) -> None: ...
+    def wait_stream(self, stream: Any = None) -> None: ...
 
-    def wait_event(self, event: Any) -> None: ...
+    record = wait = wait_event = wait_stream
 
     def synchronize(self) -> None: ...
 
@@ -143,34 +96,10 @@ class _Stream:
         return True
 
     def record_event(self, event: Any = None) -> Any:
-        return event or _Event()
-
-
-class _Event:
-    """Already happened, as everything before it on a CPU has."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def record(self, stream: Any = None) -> None: ...
-
-    def wait(self, stream: Any = None) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
+        return event or self
 
     def elapsed_time(self, other: Any) -> float:
         return 0.0
-
-
-@contextlib.contextmanager
-def _nothing(*args: Any, **kwargs: Any) -> Iterator[None]:
-    yield
-
-
-def _no_bytes(*args: Any, **kwargs: Any) -> int:
-    return 0
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:
@@ -185,27 +114,21 @@ _CUDA_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "is_initialized": lambda: True,
     "device_count": lambda: 1,
     "current_device": lambda: 0,
-    "set_device": _ignore,
     "get_device_capability": lambda device=None: (8, 0),
     "get_device_name": lambda device=None: "CPU stand-in",
     "get_device_properties": lambda device=None: types.SimpleNamespace(
         name="CPU stand-in", major=8, minor=0, total_memory=0, multi_processor_count=1
     ),
     # nothing is asynchronous
-    "synchronize": _ignore,
-    "stream": _nothing,
-    "set_stream": _ignore,
+    **dict.fromkeys(("set_device", "synchronize", "set_stream"), _ignore),
+    "stream": lambda stream: contextlib.nullcontext(),
     "current_stream": lambda device=None: _THE_STREAM,
     "default_stream": lambda device=None: _THE_STREAM,
     "is_current_stream_capturing": lambda: False,
     # no allocator to report on
-    "empty_cache": _ignore,
-    "reset_peak_memory_stats": _ignore,
-    "memory_allocated": _no_bytes,
-    "max_memory_allocated": _no_bytes,
-    "memory_reserved": _no_bytes,
-    "max_memory_reserved": _no_bytes,
-    "device_memory_used": _no_bytes,
+    **dict.fromkeys(("empty_cache", "reset_peak_memory_stats"), _ignore),
+    **dict.fromkeys(("memory_allocated", "max_memory_allocated"), lambda device=None: 0),
+    **dict.fromkeys(("memory_reserved", "max_memory_reserved", "device_memory_used"), lambda device=None: 0),
     "memory_stats": lambda device=None: collections.defaultdict(int),
     # the CPU's generator is the device's
     "manual_seed": torch.default_generator.manual_seed,
@@ -228,7 +151,11 @@ def _renamed(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def _keep_until_sent(isend: Callable[..., Any]) -> Callable[..., Any]:
-    """``isend`` whose tensor's memory lives until it is sent, whatever the caller does to the tensor."""
+    """``isend`` whose tensor's memory lives until it is sent.
+
+    core/pipeline_parallel frees a stage's output once its send is launched, which CUDA's streams allow and
+    gloo's threads do not: virtual stages would train on freed memory.
+    """
     under_way: list[tuple[Any, torch.Tensor]] = []
 
     def sent_from_kept_memory(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -245,17 +172,19 @@ def _stand_in_for_torch_cuda() -> None:
     for name, function in _CUDA_FUNCTIONS.items():
         setattr(torch.cuda, name, _renamed(function, name))
     torch.cuda.Stream = _Stream  # type: ignore[assignment, misc]
-    torch.cuda.Event = _Event  # type: ignore[assignment, misc]
+    torch.cuda.Event = _Stream  # type: ignore[assignment, misc]
     torch.cuda.default_generators = (torch.default_generator,)
-    # As a build of torch for CPUs has it; one for CUDA would ask the driver.
+    # torch.optim asks whether its stream captures; a build of torch for CUDA would ask the driver.
     torch.accelerator.current_accelerator = lambda check_available=False: None
     torch.cuda.random.get_rng_state = torch.cuda.get_rng_state
     torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = _ignore
+    # Combined 1F1B.
     torch.Tensor.record_stream = _ignore  # type: ignore[assignment]
     torch.nn.Module.cuda = lambda self, device=None: self  # type: ignore[assignment, method-assign]
 
     barrier = torch.distributed.barrier
 
+    # core/parallel_state.py gives device_ids, which gloo refuses.
     def _barrier(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
         return barrier(group=group, async_op=async_op)
 
@@ -271,7 +200,7 @@ def _stand_in_for_torch_cuda() -> None:
 def compile_dataset_helpers() -> None:
     """Build ``helpers_cpp`` beside ``megatron.core.datasets``, for the running interpreter.
 
-    A wheel brings it built, and no Makefile to build it with.
+    Megatron's own builds for PATH's ``python3-config``. A wheel brings it built, and no Makefile.
     """
     with contextlib.suppress(ImportError):
         importlib.import_module("megatron.core.datasets.helpers_cpp")
@@ -287,16 +216,16 @@ def compile_dataset_helpers() -> None:
         sys.exit("megatron_cpu: megatron.core.datasets' helpers_cpp did not build (output above)")
 
 
-def _stand_in_for_compile_helpers(module: Any) -> None:
-    module.compile_helpers = compile_dataset_helpers
-
-
-def _stand_in_for_fused_kernels(module: Any) -> None:
-    module.load = _ignore
+def _with(**values: Any) -> Callable[[Any], None]:
+    """Sets these in a module."""
+    return lambda module: vars(module).update(values)
 
 
 def stand_in_for_torch_norm(module: Any) -> None:
-    """Let ``WrappedTorchNorm`` run under sequence parallelism (on GPUs too: local layers)."""
+    """Let ``WrappedTorchNorm`` run under sequence parallelism (on GPUs too: local layers).
+
+    It refuses, because torch's norms do not mark their weights for the gradient all-reduce: these do.
+    """
     wrapped = module.WrappedTorchNorm
 
     class WrappedTorchNorm(wrapped):  # type: ignore[misc, valid-type]
@@ -312,6 +241,7 @@ def stand_in_for_torch_norm(module: Any) -> None:
 
 
 def _stand_in_for_final_norm(module: Any) -> None:
+    # Both stacks hard-code Transformer Engine's.
     def torch_norm(config: Any, hidden_size: int, eps: float = 1e-5) -> Any:
         from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
@@ -321,8 +251,9 @@ def _stand_in_for_final_norm(module: Any) -> None:
 
 
 def _stand_in_for_moe_utils(module: Any) -> None:
-    vars(module).setdefault("te_general_gemm", None)
+    vars(module).setdefault("te_general_gemm", None)  # read up to 0.16 without Transformer Engine too
 
+    # Megatron's makes arrays of what is on a GPU alone, and gloo takes no tensors as sizes.
     def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, **others: Any) -> Any:
         return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
@@ -330,6 +261,7 @@ def _stand_in_for_moe_utils(module: Any) -> None:
 
 
 def _stand_in_for_training_log(module: Any) -> None:
+    """Megatron logs three decimals of the gradient norm: the last rank prints every digit besides."""
     training_log = module.training_log
     signature = inspect.signature(training_log)
 
@@ -350,11 +282,8 @@ def _stand_in_for_training_log(module: Any) -> None:
     module.training_log = exact_training_log
 
 
-def _stand_in_for_nccl_options(module: Any) -> None:
-    module.get_nccl_options = _ignore
-
-
 def _stand_in_for_device_mesh(module: Any) -> None:
+    """Both FSDP wrappers make meshes of "cuda"."""
     mesh = module.DeviceMesh
 
     def from_group(group: Any, device_type: str, **kwargs: Any) -> Any:
@@ -364,6 +293,7 @@ def _stand_in_for_device_mesh(module: Any) -> None:
 
 
 def _stand_in_for_spawned_processes(module: Any) -> None:
+    """A process that saves would import the script again, without stand-ins: it is forked."""
     real = module.mp
 
     def get_context(method: str | None = None) -> Any:
@@ -373,11 +303,13 @@ def _stand_in_for_spawned_processes(module: Any) -> None:
 
 
 def _stand_in_for_inference_layers(module: Any) -> None:
+    """After 0.19 it calls ``isinstance`` with classes that Transformer Engine would define."""
     if not isinstance(getattr(module, "InferenceColumnParallelLinear", None), type):
         module.is_inference_column_parallel_linear = lambda layer: False
 
 
 def _stand_in_for_local_layers(module: Any) -> None:
+    """With --defer-embedding-wgrad-compute all local layers use lists that the output layer alone has."""
     make = module.ColumnParallelLinear.__init__
 
     @functools.wraps(make)
@@ -392,12 +324,12 @@ def _stand_in_for_local_layers(module: Any) -> None:
 
 
 _MODULE_STAND_INS: dict[str, Callable[[Any], None]] = {
-    "megatron.core.datasets.utils": _stand_in_for_compile_helpers,
-    "megatron.legacy.fused_kernels": _stand_in_for_fused_kernels,
+    "megatron.core.datasets.utils": _with(compile_helpers=compile_dataset_helpers),
+    "megatron.legacy.fused_kernels": _with(load=_ignore),  # up to 0.16 it wants CUDA_HOME
     "megatron.core.transformer.torch_norm": stand_in_for_torch_norm,
     "megatron.core.models.hybrid.hybrid_block": _stand_in_for_final_norm,
     "megatron.core.ssm.mamba_block": _stand_in_for_final_norm,
-    "megatron.core.parallel_state": _stand_in_for_nccl_options,
+    "megatron.core.parallel_state": _with(get_nccl_options=_ignore),  # asked for under FSDP2
     "megatron.core.distributed.torch_fully_sharded_data_parallel": _stand_in_for_device_mesh,
     "megatron.core.distributed.fsdp.mcore_fsdp_adapter": _stand_in_for_device_mesh,
     "megatron.core.tensor_parallel.layers": _stand_in_for_local_layers,
@@ -435,7 +367,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
 
 def install_fused_wgrad() -> None:
-    """Offer apex's ``fused_weight_gradient_mlp_cuda`` in plain PyTorch: ``main_grad += dYᵀ·X``."""
+    """Offer apex's extension for ``--gradient-accumulation-fusion``: ``main_grad += dYᵀ·X``."""
 
     def accumulate(hidden: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
         with torch.no_grad():
@@ -455,7 +387,7 @@ def install(*, fused_wgrad: bool = False) -> None:
     """Install every stand-in in this process; call before megatron is imported."""
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # asserted by training/arguments.py
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # jit_fuser is torch.compile
-    if not hasattr(typing, "override"):
+    if not hasattr(typing, "override"):  # of Python 3.12, for training/ from 0.18 on
         from typing_extensions import override
 
         typing.override = override  # type: ignore[attr-defined]
@@ -483,20 +415,13 @@ def run(script: str, arguments: Sequence[str]) -> None:
         runpy.run_path(script, run_name="__main__")
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """``[--fused-wgrad] SCRIPT args...``: install the stand-ins, then run the script."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    fused_wgrad = arguments[:1] == [FUSED_WGRAD_OPTION]
-    if fused_wgrad:
-        arguments.pop(0)
-    if not arguments or arguments[0].startswith("-"):
-        sys.exit(f"usage: megatron_cpu [{FUSED_WGRAD_OPTION}] SCRIPT args...")
-    script, *script_arguments = arguments
+def main() -> None:
+    """``SCRIPT args...``: install the stand-ins, then run the script."""
+    script, *arguments = sys.argv[1:] or [""]
     if not os.path.isfile(script):
-        sys.exit(f"megatron_cpu: no such script: {script}")
-
-    install(fused_wgrad=fused_wgrad)
-    run(script, script_arguments)
+        sys.exit(f"usage: megatron_cpu SCRIPT args..., no script {script}")
+    install(fused_wgrad=NO_FUSED_WGRAD not in arguments)
+    run(script, arguments)
     if torch.distributed.is_initialized():  # Megatron does this itself from 0.17 on
         torch.distributed.destroy_process_group()
 

@@ -51,91 +51,65 @@ def lift_te_refusal(arguments: Any) -> None:
 # --- the memory of one step ------------------------------------------------------------------
 
 
-class StepWatch:
-    """Wraps Megatron's training step; ``recording`` None: another rank records."""
+def _watch_memory(folder: str, step: str, rank: str) -> None:
+    """Wraps Megatron's training step: the launch ends after the one that is recorded, on one rank."""
+    from megatron_fused_ce.scripts.runs.memory import Recording
 
-    def __init__(self, recording: Recording | None, step: int, folder: Path) -> None:
-        self._recording = recording
-        self._step = step
-        self._folder = folder
-        self._num_steps = 0
+    is_mine = int(os.environ.get("RANK", "0")) == int(rank) % int(os.environ.get("WORLD_SIZE", "1"))
+    recording = Recording() if is_mine else None  # before Megatron: it sees who builds the model
+    import torch
+    from megatron.core.pipeline_parallel import schedules
+    from megatron.training import training
 
-    def install(self, training: Any, schedules: Any) -> None:
-        """Into ``megatron.training.training`` and ``megatron.core.pipeline_parallel.schedules``."""
-        self._get_args = training.get_args
-        training.train_step = self._watched(training.train_step)
-        for phase in ("forward", "backward"):
-            name = f"{phase}_step"
-            setattr(schedules, name, self._marked(getattr(schedules, name), phase))
+    train_step, num_steps = training.train_step, 0
 
-    def _watched(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            self._num_steps += 1
-            last = self._num_steps == self._step
-            if last and self._recording is not None:
-                self._recording.begin()
-            result = train_step(*args, **kwargs)
-            if last:
-                if self._recording is not None:
-                    self._write(self._recording)
-                _leave_together()
-            return result
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps != int(step):
+            return train_step(*args, **kwargs)
+        if recording is not None:
+            recording.begin()
+        train_step(*args, **kwargs)
+        if recording is not None:
+            _write(recording, Path(folder), training.get_args())
+        torch.distributed.barrier()  # nobody leaves while another rank still writes
+        sys.exit(0)
 
-        return watched
-
-    def _marked(self, function: Callable[..., Any], phase: str) -> Callable[..., Any]:
-        def marked(*args: Any, **kwargs: Any) -> Any:
-            recording = self._recording if self._num_steps == self._step else None
-            if recording is not None:
-                recording.mark(phase)
+    def marked(function: Callable[..., Any], phase: str) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if recording is None or num_steps != int(step):
+                return function(*args, **kwargs)
+            recording.mark(phase)
             result = function(*args, **kwargs)
-            if recording is not None and phase == "backward":
+            if phase == "backward":
                 recording.mark("optimizer")  # unless another micro-batch begins right there
             return result
 
-        return marked
+        return run
 
-    def _write(self, recording: Recording) -> None:
-        from megatron_fused_ce.scripts.lib.results import write_whole
-        from megatron_fused_ce.scripts.runs import memory
+    training.train_step = watched
+    schedules.forward_step = marked(schedules.forward_step, "forward")
+    schedules.backward_step = marked(schedules.backward_step, "backward")
 
-        timeline, snapshot = recording.end("", num_logits(self._get_args()))
-        timeline.marks = in_phases(timeline.marks)
-        timeline.facts["waits_for_kernels"] = os.environ.get("CUDA_LAUNCH_BLOCKING") == "1"
-        write_whole(self._folder / SNAPSHOT, pickle.dumps(snapshot))
-        memory.write([timeline], self._folder / TIMELINE, ["memory"])
+
+def _write(recording: Recording, folder: Path, args: Any) -> None:
+    from megatron_fused_ce.scripts.lib.results import write_whole
+    from megatron_fused_ce.scripts.runs import memory
+
+    timeline, snapshot = recording.end("", num_logits(args))
+    # The optimizer begins after the last backward alone.
+    marks = timeline.marks
+    timeline.marks = [mark for mark in marks if mark[1] != "optimizer" or mark is marks[-1]]
+    timeline.facts["waits_for_kernels"] = os.environ.get("CUDA_LAUNCH_BLOCKING") == "1"
+    write_whole(folder / SNAPSHOT, pickle.dumps(snapshot))
+    memory.write([timeline], folder / TIMELINE, ["memory"])
 
 
 def num_logits(args: Any) -> int:
     """Elements of a micro-batch's logits on this rank, of Megatron's arguments."""
     tokens = args.seq_length * args.micro_batch_size // args.context_parallel_size
     return int(tokens * (args.padded_vocab_size // args.tensor_model_parallel_size))
-
-
-def in_phases(marks: list[tuple[int, str]]) -> list[tuple[int, str]]:
-    """Without what a later mark takes back: the optimizer begins after the last backward alone."""
-    return [mark for i, mark in enumerate(marks) if mark[1] != "optimizer" or i == len(marks) - 1]
-
-
-def _leave_together() -> None:
-    """End the launch; nobody leaves while another rank still writes."""
-    import torch
-
-    torch.distributed.barrier()
-    sys.exit(0)
-
-
-def _watch_memory(folder: str, step: str, wanted: str) -> None:
-    from megatron_fused_ce.scripts.runs.memory import Recording
-
-    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    mine = int(os.environ.get("RANK", "0")) == int(wanted) % num_ranks
-    recording = Recording() if mine else None  # before Megatron: it sees who builds the model
-    import megatron.core.pipeline_parallel.schedules
-    import megatron.training.training
-
-    watch = StepWatch(recording, int(step), Path(folder))
-    watch.install(megatron.training.training, megatron.core.pipeline_parallel.schedules)
 
 
 # --- the run ---------------------------------------------------------------------------------

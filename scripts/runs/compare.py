@@ -48,7 +48,6 @@ from megatron_fused_ce.scripts.lib.results import Row
 
 if TYPE_CHECKING:  # --help does without rich
     from rich.console import Console
-    from rich.status import Status
 
 #: Iterations, at the end of runs, over which a difference is averaged.
 LAST = 100
@@ -218,11 +217,6 @@ class Figure:
     def over(self, name: str) -> float:
         return self.over_seeds(self.values[name].values())
 
-    def times(self, name: str) -> float:
-        """Its size over the bound."""
-        size = abs(self.over(name)) if name in self.values else 0.0
-        return size / self.bound if self.bound else math.inf if size else 0.0
-
     def is_within(self, name: str) -> bool:
         """Without a bound: whether it is finite."""
         sizes = [abs(self.over(name)), *(abs(value) / ONE_SEED for value in self.values[name].values())]
@@ -332,10 +326,9 @@ class Comparison:
 
     @property
     def names(self) -> list[str]:
-        """The judged run's, the noise's, and others', the nearest to the bounds first."""
-        first = [self.judge.judged, *self.judge.noise]
-        others = {name for pairs in self.pairs.values() for name in pairs} - {*first}
-        return [*first, *sorted(others, key=lambda name: (max(f.times(name) for f in self.figures), name))]
+        """The judged run's, the noise's, and others'."""
+        others = sorted({name for pairs in self.pairs.values() for name in pairs})
+        return list(dict.fromkeys([self.judge.judged, *self.judge.noise, *others]))
 
     @property
     def main(self) -> Pairs:
@@ -347,9 +340,6 @@ class Comparison:
         of = blocks(self.start, max(run[-1].iteration for run in runs), 1)
         sizes = [root_mean_square(distance(run, *block, False) for run in runs) for block in of]
         return [(end, size) for (_, end), size in zip(of, sizes, strict=True) if not math.isnan(size)]
-
-    def outside(self, name: str) -> list[Figure]:
-        return [figure for figure in self.figures if name in figure.values and not figure.is_within(name)]
 
     @property
     def verdict(self) -> str:
@@ -491,7 +481,7 @@ def report(found: Comparison, out: Path, source: Row, console: Console, caption:
     """Prints the table and the verdict, writes picture and figures; the exit status."""
     judge, rows = found.judge, list[Row]()
     how = ", paired by seed with" if judge.by_seed else " against"
-    head = ["", "over the seeds", "of each seed"] if judge.by_seed else ["", "difference"]
+    head = ["", "over the seeds", "of each seed"][: 3 if judge.by_seed else 2]
     table = tables.terminal(f"minus {judge.reference}; red: outside the bound", head)
     for figure in found.figures:
         names = [name for name in found.names if name in figure.values]
@@ -532,44 +522,29 @@ def report(found: Comparison, out: Path, source: Row, console: Console, caption:
     return STATUS[found.verdict]
 
 
-#: Of a curve in the other run, and in the reference below it.
-COLOURS = (
-    ("#08306b", "#9ecae1"), ("#a63603", "#fdbe85"), ("#00682a", "#a1d99b"), ("#54278f", "#dadaeb"),
-    ("#ae017e", "#fcc5c0"), ("#7f6000", "#e7cb94"), ("#252525", "#d9d9d9"),
-)  # fmt: skip
-
-
 def draw_pair(found: Comparison, path: Path) -> None:
     """The heads' losses over each other (those of routers have another scale), and all differences."""
     judge, curves = found.judge, [curve for curve in found.pairs if curve != GRAD_NORM]
-    size, label = (8, 7.2), "nan or inf (below: reference)"
-    figure, (above, below) = pictures.pyplot().subplots(2, sharex=True, figsize=size, layout="constrained")
-    for curve, (dark, light) in zip(curves, cycle(COLOURS), strict=False):
+    plt, label = pictures.pyplot(), "nan or inf"
+    figure, (above, below) = plt.subplots(2, sharex=True, figsize=(8, 7.2), layout="constrained")
+    for curve, colour in zip(curves, cycle(plt.get_cmap("tab10").colors), strict=False):
         pairs = found.pairs[curve][judge.judged][0]
-        _differences(below, pairs, color=dark, lw=1, label=curve)
-        few = "o" if len(pairs) < 12 else ""
-        wide, thin = {"color": light, "lw": 5, "ms": 9}, {"color": dark, "lw": 1.3, "ms": 3}
-        for who, style, height in (("reference", wide, 0.02), ("other", thin, 0.06)):
-            values = {pair.iteration: getattr(pair, who) for pair in pairs}
-            if " loss" in curve or len(curves) == 1:
-                above.plot([*values], [*values.values()], marker=few, **style)
-                if missing := [at for at, value in values.items() if not math.isfinite(value)]:
-                    cross = {"color": "#cb181d", "transform": above.get_xaxis_transform(), "clip_on": False}
-                    above.plot(missing, [height] * len(missing), "x", label=label, **cross)
-                    label = ""
+        _differences(below, pairs, color=colour, label=curve)
+        if " loss" in curve or len(curves) == 1:
+            iterations, few = [pair.iteration for pair in pairs], "o" if len(pairs) < 12 else ""
+            wide = {"lw": 5, "ms": 9, "alpha": 0.35}
+            above.plot(iterations, [pair.reference for pair in pairs], color=colour, marker=few, **wide)
+            above.plot(iterations, [pair.other for pair in pairs], color=colour, marker=few, lw=1.3, ms=3)
+            if missing := [p.iteration for p in pairs if not math.isfinite(p.other + p.reference)]:
+                cross = {"color": "#cb181d", "transform": above.get_xaxis_transform(), "label": label}
+                above.plot(missing, [0.03] * len(missing), "x", **cross)
+                label = ""
     loss, of_loss = next(iter(found.pairs.items()))
     for name in (name for name in judge.noise if name in of_loss):
-        label = f"{loss} of the noise run"
-        _differences(below, of_loss[name][0], color="#737373", ls=":", lw=1.4, label=label)
-    for first in (f for f in found.figures if f.what == f"{loss}, first {judge.first}"):
-        span = [of_loss[judge.judged][0][0].iteration, found.start + judge.first - 1]
-        label = f"bound of {loss}'s first iterations"
-        below.plot(span, [first.bound] * 2, color="#cb181d", ls="--", lw=1.2, label=label)
+        _differences(below, of_loss[name][0], color="#737373", ls=":", label=f"{loss} of the noise run")
     below.set(yscale="log", xlabel="iteration", ylabel="relative difference")
     above.set_ylabel("loss")
-    for axes in (above, below):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25)
+    _plain(above, below)
     names = f"{judge.judged} (thin) against {judge.reference} (wide)"
     figure.suptitle(f"{names}: {found.verdict}", fontsize=10)
     figure.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
@@ -579,7 +554,14 @@ def draw_pair(found: Comparison, path: Path) -> None:
 def _differences(axes: Any, pairs: Sequence[Pair], **style: Any) -> None:
     """A log axis has no zero: where there is no difference, there is a gap."""
     sizes = [p.difference if 0 < p.difference < math.inf else math.nan for p in pairs]
-    axes.plot([pair.iteration for pair in pairs], sizes, marker=".", ms=4, **style)
+    axes.plot([pair.iteration for pair in pairs], sizes, lw=1, marker=".", ms=4, **style)
+
+
+def _plain(*panels: Any) -> None:
+    for axes in panels:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
+        axes.tick_params(labelsize=8)
 
 
 def draw_series(content: dict[str, Any], path: Path) -> None:
@@ -619,10 +601,7 @@ def draw_series(content: dict[str, Any], path: Path) -> None:
         axes.set_yticks(range(len(last)), list(last) if axes is panels[0] else [""] * len(last))
     for label, colour in zip(panels[0].get_yticklabels(), colours.values(), strict=True):
         label.set_color(colour)
-    for axes in (left, *panels):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25)
-        axes.tick_params(labelsize=8)
+    _plain(left, *panels)
     figure.suptitle(f"{facts['judged']} against {reference}, by seed: {facts['verdict']}", fontsize=10)
     left_is = "Left: colours as the names' at the right; zeros are not drawn."
     right_is = "Right: a dot a seed, without sign; a bar over the seeds."
@@ -661,14 +640,21 @@ def _given_runs(given: argparse.Namespace) -> dict[str, Path]:
     if len(given.against_noise) > 1:
         raise UsageError("one pair is held against one run of --against-noise; several seeds against more")
     paths = [Path(path) for path in (*given.runs, *given.against_noise)]
-    parts = [path.resolve().parts for path in paths]
-    if parts[2:] and parts[2] in parts[:2]:
+    ends = [path.resolve() for path in paths]
+    if ends[2:] and ends[2] in ends[:2]:
         raise UsageError("a run is no noise of itself: give --against-noise another")
-    for length in range(1, max(map(len, parts)) + 1):
-        ends = ["/".join(part[-length:]) for part in parts]
-        if len({*ends}) == len(ends):
-            return dict(zip(ends, paths, strict=True))
+    for length in range(1, max(len(path.parts) for path in ends) + 1):
+        names = {"/".join(end.parts[-length:]): path for end, path in zip(ends, paths, strict=True)}
+        if len(names) == len(paths):
+            return names
     return dict(zip("ABC", paths, strict=False))
+
+
+def _launch(line: list[str], folder: Path, timeout_s: float, console: Console) -> None:
+    began, what = time.monotonic(), f"launch {folder.name}"
+    with console.status(what) as status:
+        launch(line, folder, timeout_s, lambda now: status.update(f"{what}: {now}"))
+    console.print(f"{what}: {time.monotonic() - began:.0f} s, logs in {folder}", soft_wrap=True)
 
 
 def _launched_runs(given: argparse.Namespace, words: Sequence[str], console: Console) -> dict[str, Path]:
@@ -681,20 +667,12 @@ def _launched_runs(given: argparse.Namespace, words: Sequence[str], console: Con
     for seed in given.seeds or [None]:
         for name, line in launches.items():
             folder = given.out / (name if seed is None else f"{name}-{seed}")
-            began, seeded = time.monotonic(), [] if seed is None else ["--seed", str(seed)]
-            with console.status(f"launch {folder.name}") as status:
-                progress = partial(_show, status, folder.name)
-                launch([*line, *seeded], folder, given.timeout, progress)
-            took = f"{time.monotonic() - began:.0f} s"
-            console.print(f"launch {folder.name}: {took}, logs in {folder}", soft_wrap=True)
+            seeded = [] if seed is None else ["--seed", str(seed)]
+            _launch([*line, *seeded], folder, given.timeout, console)
             runs[name] = folder
     other = "unfused" if LOSS_FUSION in launches["off"] else "native"
     names = {"off": "flag off", "on": "flag on", "noise": f"flag off, {other} loss"}
     return {names[name]: folder for name, folder in runs.items()}
-
-
-def _show(status: Status, name: str, iteration: str) -> None:
-    status.update(f"launch {name}: {iteration}")
 
 
 @cli.command("compare")

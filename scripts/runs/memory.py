@@ -57,11 +57,8 @@ _RULES = tuple(
     (category, re.compile(file), re.compile(function))
     for category, file, function in (
         # The adapter and the launcher stand in the stacks of whole models.
-        (
-            HEAD,
-            r"megatron_fused_ce/(?!adapter/|scripts/|launch|autoload)|transformer_engine/.*cross_entropy",
-            ".*",
-        ),
+        (HEAD, r"megatron_fused_ce/(?!adapter/|scripts/|launch|autoload)", ".*"),
+        (HEAD, r"transformer_engine/.*cross_entropy", ".*"),
         (HEAD, r"megatron/core/(tensor_parallel/cross_entropy|fusions/fused_cross_entropy)\.py", ".*"),
         (HEAD, r"megatron/core/models/common/language_module/", r"compute_\w*loss"),
         (EMBEDDING, r"megatron/core/models/(gpt|mamba|hybrid)/\w+_model\.py", r"_preprocess"),
@@ -143,10 +140,7 @@ class Timeline:
         return best
 
     def columns(self, num: int) -> tuple[float, list[dict[str, int]]]:
-        """(microseconds of a column, bytes by category in each) for a picture ``num`` columns wide.
-
-        Of the states that fall into a column its largest: a spike narrower than that is still seen.
-        """
+        """(microseconds of a column, the largest state in each) for a picture ``num`` columns wide."""
         width = max(1, *(at for at, _, _ in self.events), 1) / num
         found: list[dict[str, int]] = []
         held = dict.fromkeys(COLOURS, 0)
@@ -218,20 +212,19 @@ class Recording:
     def __init__(self) -> None:
         import torch
 
-        self._cuda, self._memory, self._version = torch.cuda, torch.cuda.memory, torch.__version__
+        self._cuda = torch.cuda
         torch.cuda.init()
-        self._memory._record_memory_history("state", context="state", stacks="python")
+        torch.cuda.memory._record_memory_history("state", context="state", stacks="python")
 
     def begin(self) -> None:
         """The step begins. Waits for the device."""
         self._cuda.synchronize()
-        self._before = self._memory._snapshot()
+        self._before = self._cuda.memory._snapshot()
         self._cuda.reset_peak_memory_stats()
         self.marks: list[tuple[int, str]] = []
         self._begin_us = now_us()
-        self._memory._record_memory_history(
-            "all", context="alloc", stacks="python", max_entries=MOST_EVENTS, clear_history=True
-        )
+        of_step: dict[str, Any] = {"max_entries": MOST_EVENTS, "clear_history": True}
+        self._cuda.memory._record_memory_history("all", context="alloc", stacks="python", **of_step)
 
     def mark(self, what: str) -> None:
         """``what`` begins now."""
@@ -240,12 +233,12 @@ class Recording:
     def end(self, name: str, num_logits: int) -> tuple[Timeline, dict[str, Any]]:
         """The step is over: its timeline, and torch's snapshot, a pickle that nothing here reads."""
         self._cuda.synchronize()
-        peak, snapshot = self._cuda.max_memory_allocated(), self._memory._snapshot()
-        self._memory._record_memory_history(None)
+        peak, snapshot = self._cuda.max_memory_allocated(), self._cuda.memory._snapshot()
+        self._cuda.memory._record_memory_history(None)
         where: dict[str, Any] = {"device": self._cuda.current_device(), "begin_us": self._begin_us}
         timeline = timeline_of(name, self._before, snapshot, num_logits=num_logits, **where)
         timeline.marks, timeline.allocator_peak_bytes = self.marks, peak
-        timeline.facts = {"device": self._cuda.get_device_name(), "torch": self._version}
+        timeline.facts = {"device": self._cuda.get_device_name()}  # versions: the result file's
         return timeline, snapshot
 
 
@@ -270,24 +263,19 @@ def write(timelines: Sequence[Timeline], path: Path, command: Sequence[str]) -> 
 
 def read(path: Path) -> list[Timeline]:
     """Of a file of `write`. Raises UsageError."""
-    content, timelines = results.read(path), list[Timeline]()
+    content, known = results.read(path), Timeline.__dataclass_fields__
     try:
         names = content["made_by"]["categories"]
-        for item in content["rows"]:
-            timeline = Timeline(
-                **{name: item[name] for name in Timeline.__dataclass_fields__ if name in item}
-            )
-            timeline.events = [(int(at), int(size), names[i]) for at, size, i in timeline.events]
-            timeline.marks = [(int(at), str(what)) for at, what in timeline.marks]
-            if not {*timeline.base, *names} <= set(COLOURS):
-                raise ValueError("a category is not known")
-            timelines.append(timeline)
-        if not timelines:
-            raise ValueError("no timeline in it")
+        rows = [Timeline(**{key: row[key] for key in row if key in known}) for row in content["rows"]]
+        for row in rows:
+            row.events = [(int(at), int(size), names[i]) for at, size, i in row.events]
+            row.marks = [(int(at), str(what)) for at, what in row.marks]
+        if not rows or not {*names}.union(*(row.base for row in rows)) <= set(COLOURS):
+            raise ValueError("no timeline in it, or a category is not known")
     except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
         what = f"{type(error).__name__}: {error}"
         raise UsageError(f"{path} is no result of this command: {what}") from None
-    return timelines
+    return rows
 
 
 # --- what is printed and drawn -------------------------------------------------------------------
@@ -311,8 +299,7 @@ def report(timelines: Sequence[Timeline], out: Path) -> None:
         off, on = rows["at the peak"]
         print(f"the second's peak is {(off - on) / MIB:.1f} MiB lower, {(off - on) / off:.0%} of it")
     for one in (timeline for timeline in timelines if timeline.unaccounted_bytes):
-        missing = f"{one.name}: events of {one.unaccounted_bytes} bytes are missing"
-        print(f"{missing}; what is drawn is off by that much at the step's end")
+        print(f"{one.name}: events of {one.unaccounted_bytes} bytes are missing in what is drawn")
     drawn = draw(timelines, out / "memory_profile.png")
     print(f"{out}: " + ("memory_profile.png" if drawn else "no picture: matplotlib is not installed"))
 
@@ -321,8 +308,6 @@ def draw(timelines: Sequence[Timeline], path: Path) -> bool:
     """One panel a run, on the same axes; False without matplotlib."""
     if (plt := pictures.pyplot()) is None:
         return False
-    from matplotlib.patches import Patch
-
     size, num = (9, 1.2 + 2.6 * len(timelines)), len(timelines)
     shared: dict[str, Any] = {"sharex": True, "sharey": True, "squeeze": False, "layout": "constrained"}
     figure, panels = plt.subplots(num, 1, figsize=size, **shared)
@@ -339,7 +324,8 @@ def draw(timelines: Sequence[Timeline], path: Path) -> bool:
     panels[-1, 0].set_xlim(0, 100)
     about = [facts[name] for name in ("what", "device") if facts.get(name)]
     figure.suptitle(": ".join(["Memory of one step", ", ".join(about)]), fontsize=10)
-    patches = [Patch(color=COLOURS[name], label=name) for name in reversed(COLOURS) if name in used]
+    shown = [name for name in reversed(COLOURS) if name in used]
+    patches = [plt.Rectangle((0, 0), 1, 1, color=COLOURS[name], label=name) for name in shown]
     figure.legend(handles=patches, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
     pictures.save(figure, path)
     return True
@@ -351,11 +337,13 @@ def _draw_one(axes: Any, timeline: Timeline, unit: str, scale: int, visible: flo
     # In no unit of time: a step whose kernels are waited for is slower than one in training.
     per_cent = 100 / (width * len(columns))
     times = [width * per_cent * i for i in range(len(columns) + 1)]
+    largest = {name: max(column[name] for column in columns) for name in COLOURS}
+    plain: dict[str, Any] = {"step": "post", "linewidth": 0, "antialiased": False}
     below = [0.0] * len(times)
-    for name in (name for name in COLOURS if any(column[name] for column in columns)):
-        row = [column[name] / scale for column in (*columns, columns[-1])]
-        above = [low + high for low, high in zip(below, row, strict=True)]
-        plain: dict[str, Any] = {"step": "post", "linewidth": 0, "antialiased": False}
+    for name in (name for name, size in largest.items() if size):
+        above = [
+            low + column[name] / scale for low, column in zip(below, (*columns, columns[-1]), strict=True)
+        ]
         axes.fill_between(times, below, above, color=COLOURS[name], **plain)
         below = above
     size, at, at_peak = timeline.peak()
@@ -368,7 +356,7 @@ def _draw_one(axes: Any, timeline: Timeline, unit: str, scale: int, visible: flo
         axes.axvline(when * per_cent, ymax=0.9, color="black", lw=0.5, alpha=0.5)
         axes.annotate(what, (when * per_cent, 0.885), fontsize=7, va="top", **beside)
     axes.spines[["top", "right"]].set_visible(False)
-    return {name for name in COLOURS if any(column[name] >= max(visible, 1) for column in columns)}
+    return {name for name, size in largest.items() if size >= max(visible, 1)}
 
 
 # --- the command ---------------------------------------------------------------------------------

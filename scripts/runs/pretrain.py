@@ -13,10 +13,9 @@ by twice what Megatron's native loss differs by, or by what its log can tell apa
 
     python -m scripts.runs.pretrain --megatron ~/Megatron-LM-0.18 --megatron ~/Megatron-LM-0.19
 
-Each variant is one launch of the unmodified script, with more arguments after ``--``. More variants:
-``--variant 'c4=--fused-chunked-ce --fused-ce-num-chunks 4'``. Writes results.json to --out, where
-every launch's logs stay; a launch whose inputs have not changed since is not repeated. Exit status: 0 all
-within bounds, 1 a bound broken or a launch failed, 2 a mistake in the arguments.
+Each variant is one launch of the unmodified script, with more arguments after ``--``. Writes results.json to
+--out, where every launch's logs stay; a launch whose inputs have not changed since is not repeated. Exit
+status: 0 all within bounds, 1 a bound broken or a launch failed, 2 a mistake in the arguments.
 """
 
 from __future__ import annotations
@@ -131,19 +130,11 @@ def plan(options: argparse.Namespace, more: Sequence[str]) -> list[list[Run]]:
     variants = {name: known.get(name, "") for name in filter(None, options.variants.split(","))}
     if unknown := variants.keys() - known:
         raise UsageError(f"--variants: no {', '.join(sorted(unknown))}; there are {', '.join(known)}")
-    variants |= launches.named_flags(options.variant)
+    how = options.device, options.timeout
     return [
         [
-            Run(
-                checkout,
-                options.model,
-                case,
-                name,
-                tuple(shlex.split(flags)),
-                options.device,
-                options.timeout,
-            )
-            for name, flags in variants.items()
+            Run(checkout, options.model, case, name, tuple(shlex.split(variants[name])), *how)
+            for name in variants
         ]
         for checkout in checkouts
         for case in (case_of(options, num_tokens, more) for num_tokens in options.lengths)
@@ -178,7 +169,7 @@ def row_of(run: Run, of: dict[str, Figures]) -> dict[str, Any]:
             row["problems"].append(f"{figures.status} {figures.error}".strip())
         return row
     problems = row["problems"]
-    words = run.case.args or []
+    words = run.case.args
     wanted, made = int(words[len(words) - words[::-1].index("--train-iters")]), figures.iteration_times_ms
     if len(made) != wanted:
         problems.append(f"ended after {len(made)} of {wanted} iterations")
@@ -219,17 +210,8 @@ def longest(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    head = [
-        "version",
-        "tokens",
-        "variant",
-        "tokens/s",
-        "max allocated MiB",
-        "last lm loss",
-        "loss difference",
-        "MHz",
-        "W",
-    ]
+    head = ["version", "tokens", "variant", "tokens/s", "max allocated MiB", "last lm loss"]
+    head += ["loss difference", "MHz", "W"]
     lines = []
     for row in rows:
         last = row["figures"]["losses"].get("lm loss", [None])[-1]
@@ -247,19 +229,13 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 def _parser() -> Parser:
     parser = Parser("python -m scripts.runs.pretrain", __doc__ or "")
     add = parser.add_argument
-    add(
-        "--megatron",
-        action="append",
-        required=True,
-        metavar="PATH",
-        help="a Megatron-LM checkout; repeatable",
-    )
+    checkout = "a Megatron-LM checkout; repeatable"
+    add("--megatron", action="append", required=True, metavar="PATH", help=checkout)
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--model", type=str.lower, metavar="NAME[:LAYERS]", help="of `plan`, or tiny")
     add("--lengths", type=whole(), nargs="+", metavar="T", help="[cpu: 64, cuda: 16384]")
     add("--nproc", type=whole(most=4096), default=2, help="the TP size [2]")
     add("--variants", default=",".join(VARIANTS), help=f"[%(default)s], and {', '.join(MORE_VARIANTS)}")
-    add("--variant", action="append", default=[], metavar="NAME=FLAGS", help="one more; repeatable")
     add("--timeout", type=seconds, default=900.0, metavar="S", help="of one launch [900]")
     add("--out", type=Path, default=Path("build/pretrain"), help="folder of results and logs")
     return parser

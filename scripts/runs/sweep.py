@@ -236,7 +236,7 @@ def of_launches(given: argparse.Namespace, rows: list[Row], source: results.Row)
     stock, plugin = launches.split_plugin_words(given.words)
     args = _without(stock, "--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl")
     ends = ["--log-interval", "1", "--eval-iters", "0", "--exit-interval", str(given.iterations)]
-    case = Case("sweep", given.script, given.nproc, args + ends, launches.NO_FUSED_WGRAD not in args)
+    case = Case("sweep", given.script, given.nproc, args + ends)
     found, logged = list[Row](), dict[str, Figures]()
     for row in (auto, *map(Row.of, STOCK), *others):
         is_stock = row.strategy in STOCK

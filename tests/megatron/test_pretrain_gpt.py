@@ -117,7 +117,6 @@ def launch(checkout, tmp_path, script, *flags, case="plain"):
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
         *("--nproc-per-node", str(case.num_processes)),
         *("-m", "megatron_fused_ce.scripts.lib.megatron_cpu"),
-        *(["--fused-wgrad"] if case.fused_wgrad else []),
         str(script),
         *case.args,
         *("--train-iters", "2", "--eval-iters", "0"),

@@ -28,7 +28,6 @@ from megatron_fused_ce.losses.terms import Rows
 from megatron_fused_ce.ops.arguments import ENTROPY_CHOICES
 from megatron_fused_ce.rl import token_log_probs
 from megatron_fused_ce.scripts.lib.reference import (
-    UNIT_32,
     HeadInputs,
     make_teacher,
     plain_distillation,
@@ -49,6 +48,7 @@ from tests.support.problems import (
     same_bits,
     tried,
 )
+from tests.support.roundings import UNIT_32
 
 
 def share(part: float) -> settings:

@@ -49,4 +49,4 @@ CASES = {
 def cpu_case(name: str) -> Case:
     num_processes, fused_wgrad, extra = CASES[name]
     words = [BASE_ARGS, extra, "" if fused_wgrad else NO_FUSED_WGRAD]
-    return Case(name, "pretrain_gpt.py", num_processes, shlex.split(" ".join(words)), fused_wgrad)
+    return Case(name, "pretrain_gpt.py", num_processes, shlex.split(" ".join(words)))

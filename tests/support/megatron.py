@@ -330,7 +330,7 @@ def _gpt(model: Model, config: Any, stage: int) -> Any:
 
 def _hybrid(model: Model, config: Any, rank: Rank) -> Any:
     needs_transformer_engine(rank.device)
-    from megatron_fused_ce.scripts.lib.local_stack_spec import stack_spec
+    from tests.support.local_stack_spec import stack_spec
 
     shared: dict[str, Any] = dict(
         vocab_size=VOCAB, max_sequence_length=SEQUENCE, position_embedding_type="rope",

@@ -18,9 +18,10 @@ from megatron_fused_ce import FusedCEConfig
 from megatron_fused_ce.head.autograd import linear_cross_entropy
 from megatron_fused_ce.head.call import Call
 from megatron_fused_ce.head.grad_weight import InPlaceGradWeight
-from megatron_fused_ce.scripts.lib.reference import FLOOR, HeadInputs, Roundings, relative_error
+from megatron_fused_ce.scripts.lib.reference import FLOOR, HeadInputs, relative_error
 from tests.support.op import DTYPES
 from tests.support.ranks import Rank, RankProcesses
+from tests.support.roundings import Roundings
 
 VALUES = ("normal", "equal", "sparse", "integers", "outlier", "peaked", "near")
 LABELS = ("any", "one", "edges", "outside", "some outside")

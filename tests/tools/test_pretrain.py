@@ -138,12 +138,11 @@ def test_from_command_line_to_files(checkout_here, tmp_path, monkeypatch):
     assert again.returncode == 0 and again.stdout.count("(kept)") == 4, again.stdout + again.stderr
 
 
-def test_a_broken_bound_is_status_1(checkout_here, tmp_path):
+def test_a_broken_bound_is_status_1(checkout_here, tmp_path, monkeypatch):
+    wrong = "--fused-chunked-ce --fused-ce-num-chunks 4 --wrong"
+    monkeypatch.setitem(pretrain.MORE_VARIANTS, "wrong", wrong)
     words = (f"--megatron={checkout_here}", "--nproc=1", f"--out={tmp_path / 'out'}")
-    words += (
-        "--variants=unfused,native",
-        "--variant=wrong=--fused-chunked-ce --fused-ce-num-chunks 4 --wrong",
-    )
+    words += ("--variants=unfused,native,wrong",)
     done = run_here(pretrain.main, *words)
     assert done.returncode == 1 and "loss differs by 2.2e-02, bound 1.0e-06" in done.stdout, done.stdout
     assert "native" in done.stdout and "wrong none (ok at 64)" in done.stdout
@@ -185,7 +184,6 @@ def test_what_does_not_count_as_training(checkout_here, made, problem, native):
         (["--megatron=/nowhere"], "no Megatron-LM checkout at /nowhere"),
         (["--megatron={0}", "--megatron={0}/"], "folders of different names"),
         (["--megatron={0}", "--variants=other"], "no other; there are unfused, native"),
-        (["--megatron={0}", "--variant=x"], "--variant takes NAME=FLAGS"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(words, message, tmp_path):

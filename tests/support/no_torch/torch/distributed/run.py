@@ -12,7 +12,6 @@ assert (standalone, option) == ("--standalone", "--nproc-per-node"), sys.argv
 # These need torch, the scripts do not.
 if words[:2] == ["-m", "megatron_fused_ce.scripts.lib.megatron_cpu"]:
     words = words[2:]
-words = [word for word in words if word != "--fused-wgrad"]
 ranks = []
 for rank in range(int(number)):
     streams = []

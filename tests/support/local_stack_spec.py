@@ -1,7 +1,5 @@
 """Local layers (no Transformer Engine) for Megatron's Hybrid and Mamba stacks.
 
-    pretrain_hybrid.py --spec megatron_fused_ce.scripts.lib.local_stack_spec stack_spec ...
-
 Megatron ships these stacks with Transformer Engine layers only. `stack_spec` offers the attention
 (``*``) and MLP (``-``) layers, made of the parts of GPT's own local layer spec, and the MTP block
 where the stack has one (>= 0.17). It has no Mamba layer: that needs mamba-ssm's kernels.
