@@ -60,6 +60,8 @@ def config(**options):
     return {"config": FusedCEConfig(**options)}
 
 
+#: Of numbers, which the device alone knows: the host waits for them.
+CHECKS = config(strategy="store", debug_checks=True)
 OPERANDS = {"hidden": trained(6, 2, 4), "weight": ones(9, 4)}
 LABELS = {**OPERANDS, "labels": ids(2, 6)}
 TOP_K = {"teacher_ids": ids(2, 6, 3), "teacher_log_probs": -ones(2, 6, 3)}
@@ -99,6 +101,8 @@ REFUSED = {
             ({"config": {"num_chunks": 4}}, TypeError, "must be a FusedCEConfig, got {'num_chunks': 4}"),
             (config(true_vocab_size=10), ValueError, "is 10, and the vocabulary has 9 rows"),
             (config(strategy="grad_in_forward"), ValueError, r"token_weights.*'store' or 'recompute'"),
+            ({"token_weights": 0 * ones(2, 6) / 0, **CHECKS}, ValueError, "token_weights have a NaN"),
+            ({"token_weights": ones(2, 6).to("meta")}, ValueError, "token_weights on meta"),
             *(
                 ({name: LABELS[name].detach().to("meta")}, ValueError, f"{name} is on the meta device")
                 for name in LABELS
@@ -144,6 +148,7 @@ REFUSED = {
             ({"teacher_ids": ones(2, 6, 3)}, TypeError, "expected int64"),
             ({"teacher_log_probs": ids(2, 6, 3)}, TypeError, "floats"),
             ({"teacher_ids": ids(2, 6, 0), "teacher_log_probs": ones(2, 6, 0)}, ValueError, "K of 1 to"),
+            ({"teacher_log_probs": ones(2, 6, 3), **CHECKS}, ValueError, "teacher_log_probs are above 0"),
             (config(label_smoothing=0.1), ValueError, "belong to labels"),
             (config(ignore_index=-100), ValueError, "belong to labels"),
         ],
