@@ -113,26 +113,31 @@ def at_build(where, name, value, joined=False):
     return stock_path.reason_at_build(model, arguments, joined)
 
 
-@pytest.mark.parametrize(
-    ("where", "name", "value", "words"),
-    [
-        ("layer", "bias", torch.zeros(1), "has a bias"),
-        ("layer", "gather_output", True, "parallel_output=False"),
-        ("layer", "is_expert", True, "expert layer"),
-        ("layer", "disable_grad_reduce", True, "LoRA"),
-        ("layer", "gtp_remat_size", 2, "gtp_remat"),
-        ("layer", "output_dtype", torch.float16, "--output-logit-dtype"),
-        ("config", "config_logger_dir", "folder", "config logger"),
-        ("arguments", "logits_save_dir", "folder", "--logits-save-dir"),
-        ("arguments", "logits_load_dir", "folder", "--logits-load-dir"),
-        ("arguments", "save_activations_interval", 10, "--save-activations-interval"),
-        ("arguments", "save_dgrads_interval", 10, "--save-dgrads-interval"),
-        ("arguments", "modelopt_enabled", True, "ModelOpt"),
-        ("arguments", "export_kd_teacher_load", "folder", "--export-kd-teacher-load"),
-    ],
-)
+#: Where, which attribute has which value, and words of the reason; none where the value is as by default.
+AT_BUILD = [
+    ("layer", "bias", torch.zeros(1), "has a bias"),
+    ("layer", "gather_output", True, "parallel_output=False"),
+    ("layer", "is_expert", True, "expert layer"),
+    ("layer", "disable_grad_reduce", True, "LoRA"),
+    ("layer", "gtp_remat_size", 2, "gtp_remat"),
+    ("layer", "gtp_remat_size", 1, ""),
+    ("layer", "output_dtype", torch.float16, "--output-logit-dtype"),
+    *(("layer", "output_dtype", dtype, "") for dtype in (torch.bfloat16, torch.float32, None)),
+    ("config", "config_logger_dir", "folder", "config logger"),
+    ("config", "config_logger_dir", "", ""),
+    ("arguments", "logits_save_dir", "folder", "--logits-save-dir"),
+    ("arguments", "logits_load_dir", "folder", "--logits-load-dir"),
+    ("arguments", "save_activations_interval", 10, "--save-activations-interval"),
+    ("arguments", "save_dgrads_interval", 10, "--save-dgrads-interval"),
+    ("arguments", "modelopt_enabled", True, "ModelOpt"),
+    ("arguments", "export_kd_teacher_load", "folder", "--export-kd-teacher-load"),
+]
+
+
+@pytest.mark.parametrize(("where", "name", "value", "words"), AT_BUILD)
 def test_each_reason_at_build(where, name, value, words):
-    assert words in at_build(where, name, value)
+    reason = at_build(where, name, value)
+    assert words in reason and bool(words) == bool(reason)
 
 
 @pytest.mark.parametrize("name", ["modelopt_enabled", "export_kd_teacher_load"])
@@ -162,35 +167,19 @@ def test_a_head_that_waits_for_modelopt_is_not_said_to_stay(monkeypatch):
         language_module.adopt_output_layer(model, options, False)
 
 
-@pytest.mark.parametrize(
-    ("where", "name", "value"),
-    [
-        ("layer", "gtp_remat_size", 1),
-        ("layer", "output_dtype", torch.bfloat16),
-        ("layer", "output_dtype", torch.float32),
-        ("layer", "output_dtype", None),
-        ("config", "config_logger_dir", ""),
-    ],
-)
-def test_what_is_set_as_by_default_is_no_reason(where, name, value):
-    assert at_build(where, name, value) == ""
-
-
 def test_fp32_logits_are_the_heads_own_matter():
     """Megatron's --output-logit-dtype fp32 is served, and contradicts a flag of ours."""
-    layer, rounded = (
-        types.SimpleNamespace(output_dtype=torch.float32),
-        FusedCEConfig(logit_precision="activations"),
-    )
-    assert language_module.of_layer(FusedCEConfig("store"), layer) == FusedCEConfig(
-        "store", logit_precision="fp32"
-    )
-    with pytest.raises(
-        ValueError, match=r"--output-logit-dtype fp32 .logit_dtype. and --fused-ce-logit-precision"
-    ):
-        language_module.of_layer(rounded, layer)
-    for other in (torch.bfloat16, None):
-        assert language_module.of_layer(rounded, types.SimpleNamespace(output_dtype=other)) is rounded
+
+    def of(config, dtype):
+        return language_module.of_layer(config, types.SimpleNamespace(output_dtype=dtype))
+
+    rounded = FusedCEConfig(logit_precision="activations")
+    expected = FusedCEConfig("store", logit_precision="fp32")
+    assert of(FusedCEConfig("store"), torch.float32) == expected
+    words = r"--output-logit-dtype fp32 .logit_dtype. and --fused-ce-logit-precision"
+    with pytest.raises(ValueError, match=words):
+        of(rounded, torch.float32)
+    assert of(rounded, torch.bfloat16) is of(rounded, None) is rounded
 
 
 def hook(*arguments):

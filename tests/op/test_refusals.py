@@ -252,36 +252,31 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(
-    ("function", "given", "error", "words"),
-    [
-        pytest.param(function, {**fit, **change}, error, words, id=f"{function.__name__}-{words}")
-        for function, (fit, rows) in REFUSED.items()
-        for change, error, words in rows
-    ],
-)
-def test_refused(function, given, error, words, device):
-    """Again, too: nothing is kept of a call that was refused."""
-    given = {
+def on(device, given):
+    """The trainable ones are leaves there."""
+    return {
         name: x.detach().to(device).requires_grad_(x.requires_grad)
         if isinstance(x, torch.Tensor) and x.device.type == "cpu"
         else x
         for name, x in given.items()
     }
+
+
+@pytest.mark.parametrize(
+    ("function", "change", "error", "words"),
+    [
+        pytest.param(function, *row, id=f"{function.__name__}-{row[-1]}")
+        for function, (_, rows) in REFUSED.items()
+        for row in rows
+    ],
+)
+def test_refused(function, change, error, words, device):
+    """After a call that fits, and again: nothing is kept that a call which is refused could find."""
+    fit = REFUSED[function][0]
+    function(**on(device, fit))
     for _ in range(2):
         with pytest.raises(error, match=words):
-            function(**given)
-
-
-@pytest.mark.parametrize("function", REFUSED, ids=lambda function: function.__name__)
-def test_what_fits_is_taken(function, device):
-    """Else a row above could be refused for another reason."""
-    function(
-        **{
-            name: x.to(device) if isinstance(x, torch.Tensor) else x
-            for name, x in REFUSED[function][0].items()
-        }
-    )
+            function(**on(device, {**fit, **change}))
 
 
 FUNCTIONS = fused_linear_cross_entropy, fused_linear_token_outputs, fused_linear_topk_distillation

@@ -129,12 +129,13 @@ OTHER_CALLS = {
     "frozen": lambda call: {"hidden": call.hidden.detach().clone()},
     "a number": lambda call: {"temperature": 2.0},
     "temperatures": lambda call: {"temperature": call.token_weights.abs() + 0.5},
-    "outputs": lambda call: {"outputs": ("lse", "entropy")},
-    "with gradients": lambda call: {"outputs": ("entropy",), "differentiable": ("entropy",)},
-    "another term": lambda call: {"terms": (("loss", ZLoss(0.2)),)},
-    "unknown ones": lambda call: {"zero_unknown": True, "outputs": ("log_prob",)},
+    "outputs": lambda call: {"outputs": ("lse",)},
+    "with gradients": lambda call: {"differentiable": ("entropy",)},
+    "another term": lambda call: {"terms": (("loss", ZLoss(0.2)),), "outputs": ()},
+    "zeros": lambda call: {"zero_unknown": True},
     "several labels": lambda call: {
-        "other_targets": SeveralLabels(call.labels.unsqueeze(-1), call.token_weights.unsqueeze(-1).exp())
+        "other_targets": SeveralLabels(call.labels.unsqueeze(-1), call.token_weights.unsqueeze(-1).exp()),
+        "outputs": (),
     },
     **{
         f"config, {name}": lambda call, option={name: value}: {"config": replace(call.config, **option)}
@@ -153,15 +154,17 @@ def test_a_call_after_one_of_another_kind(change, device):
     inputs = problem(device)
     hidden, weight = leaves(inputs)
     weights = inputs.grad_loss.masked_fill(inputs.grad_loss < -0.5, 0.0)
-    plain = Call(hidden, weight, inputs.labels, token_weights=weights)
+    plain = Call(hidden, weight, inputs.labels, token_weights=weights, outputs=("log_prob", "entropy"))
     other = plain._replace(**OTHER_CALLS[change](plain))
 
     def made(call):
         operands = [x.detach().requires_grad_(x.requires_grad) for x in (call.hidden, call.weight)]
         done = linear_cross_entropy(call._replace(hidden=operands[0], weight=operands[1]))
         trained = [operand for operand in operands if operand.requires_grad]
-        grads = torch.autograd.grad(done.loss, trained, weights[:, : done.loss.shape[1]])
-        return [done.loss.detach(), *done.outputs.values(), *grads]
+        results = [done.loss, *done.outputs.values()]
+        graded = [result for result in results if result.requires_grad]
+        upstreams = [weights[:, : done.loss.shape[1]]] * len(graded)
+        return [*[x.detach() for x in results], *torch.autograd.grad(graded, trained, upstreams)]
 
     alone = []
     for call in (plain, other):
