@@ -7,21 +7,31 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from warnings import catch_warnings
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import megatron_fused_ce
-from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, fused_linear_token_outputs
+from megatron_fused_ce import (
+    FusedCEConfig,
+    fused_linear_cross_entropy,
+    fused_linear_distillation,
+    fused_linear_token_outputs,
+    fused_linear_topk_distillation,
+)
 from megatron_fused_ce.head import spec
 from megatron_fused_ce.head.autograd import linear_cross_entropy
 from megatron_fused_ce.head.call import Call
 from megatron_fused_ce.losses.label import ZLoss
 from megatron_fused_ce.ops.labels import SeveralLabels
 from megatron_fused_ce.ranks import agreement
-from megatron_fused_ce.scripts.lib.reference import make_inputs, relative_error
+from megatron_fused_ce.rl import token_log_probs
+from megatron_fused_ce.scripts.lib.reference import make_inputs, make_teacher, relative_error
 from tests.support.distillation import fused, make_problem
 from tests.support.op import STRATEGIES, at_odd_offset, leaves, run
 from tests.support.problems import same_bits
@@ -198,33 +208,151 @@ def test_threads_that_evict_each_others_specs(device, monkeypatch):
 # --- what the caller does with results and inputs ---------------------------------------------------
 
 
-SHAPES = pytest.mark.parametrize("shape", ["[1, s]", "[2, s]", "[T]"])
-
-
-def in_shape(shape, device):
-    """Hidden states, weight, labels and upstream gradients."""
-    inputs = problem(device, b=1 if shape == "[1, s]" else 2)
-    hidden, labels, upstream = inputs.hidden, inputs.labels, inputs.grad_loss
+def given(device, shape="[2, s]", s=6):
+    """Operands, and what the caller may fill again before the backward."""
+    inputs = problem(device, s=s, b=1 if shape == "[1, s]" else 2)
+    ids, log_probs = make_teacher(inputs, 3)
+    buffers = {"labels": inputs.labels, "weights": inputs.grad_loss.abs(), "ids": ids, "log_probs": log_probs}
+    operands = [inputs.hidden, inputs.weight]
+    buffers["teacher"] = operands[0].flip(0)
     if shape == "[T]":
-        hidden, labels, upstream = hidden.flatten(0, 1), labels.t().flatten(), upstream.t().flatten()
-    return hidden.requires_grad_(), inputs.weight.requires_grad_(), labels, upstream
+        buffers = {
+            name: (x if name == "teacher" else x.transpose(0, 1)).flatten(0, 1) for name, x in buffers.items()
+        }
+        operands[0] = operands[0].flatten(0, 1)
+    return [x.clone().requires_grad_() for x in operands], buffers
 
 
-@pytest.mark.parametrize("num_chunks", [1, 2])
-@SHAPES
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_loss_may_be_changed_in_place(strategy, shape, num_chunks, device):
-    """``loss.mul_(mask)``, as Megatron's users write."""
-    *operands, labels, upstream = in_shape(shape, device)
-    config = FusedCEConfig(strategy, num_chunks=num_chunks)
+def of_several(hidden, weight, of, **more):
+    made, real = token_log_probs(hidden, weight, of["ids"], **more).log_prob, of["ids"] >= 0
+    return made.where(real, 0.0).sum(-1)
+
+
+def of_outputs(hidden, weight, of, **more):
+    made = fused_linear_token_outputs(hidden, weight, of["labels"], ("lse", "entropy"), **more)
+    return made.loss + 0.5 * made.lse - made.entropy
+
+
+def of_divergence(hidden, weight, of, **more):
+    teacher = {"teacher_hidden": of["teacher"], "teacher_weight": weight.detach().roll(1, 0)}
+    more |= {"labels": of["labels"], "label_weights": of["weights"]}
+    return fused_linear_distillation(hidden, weight, **teacher, divergence="jsd", **more).loss
+
+
+HEADS = {
+    "loss": lambda hidden, weight, of, **more: fused_linear_cross_entropy(
+        hidden, weight, of["labels"], **more
+    ),
+    "top-K": lambda hidden, weight, of, **more: fused_linear_topk_distillation(
+        hidden, weight, of["ids"], of["log_probs"], **more
+    ),
+    "divergence": of_divergence,
+    "outputs": of_outputs,
+    "several labels": of_several,
+}
+EVERY_HEAD = pytest.mark.parametrize(
+    ("head", "strategy", "options"),
+    [
+        *((head, strategy, {"num_chunks": 2}) for head in HEADS for strategy in ("recompute", "store")),
+        *((head, "grad_in_forward", {"num_chunks": 2}) for head in ("loss", "top-K", "divergence")),
+        *(("loss", strategy, {"num_chunks": 1}) for strategy in STRATEGIES),
+        ("loss", "store", {"skip_masked": True}),
+    ],
+)
+
+
+def losses_of(head, strategy, options, operands, buffers):
+    more = {"config": FusedCEConfig(strategy, **options)}
+    if strategy == "grad_in_forward" or "skip_masked" in options:
+        more["token_weights"] = buffers["weights"]
+    return HEADS[head](*operands, buffers, **more)
+
+
+@pytest.mark.parametrize("shape", ["[1, s]", "[2, s]", "[T]"])
+@EVERY_HEAD
+def test_what_is_written_into(head, strategy, options, shape, device):
+    """Buffers, with the next micro-batch's labels; the loss, by ``loss.mul_(mask)`` as users do."""
     results = []
-    for in_place in (False, True):
-        loss = fused_linear_cross_entropy(*operands, labels, token_weights=upstream, config=config)
+    for what in ("nothing", "buffers", "loss"):
+        operands, buffers = given(device, shape)
+        upstream = buffers["weights"].clone()
+        loss = losses_of(head, strategy, options, operands, buffers)
         assert not loss._is_view()
-        loss = loss.mul_(upstream) if in_place else loss * upstream
+        for buffer in buffers.values() if what == "buffers" else ():
+            buffer.data.fill_(1)  # as by a collective, which autograd does not count
+        loss = loss.mul_(upstream) if what == "loss" else loss * upstream
         results.append([loss.detach(), *torch.autograd.grad(loss.sum(), operands)])
-    for one, other in zip(*results, strict=True):
-        assert torch.equal(one, other)
+    for other in results[1:]:
+        assert_same_bits(other, results[0])
+
+
+@EVERY_HEAD
+def test_every_way_to_a_gradient(head, strategy, options, device):
+    """Twice, under a checkpoint, of one operand alone, in a graph; a second derivative is refused."""
+    operands, buffers = given(device)
+    losses_from = partial(losses_of, head, strategy, options)
+    upstream, loss = buffers["weights"], losses_from(operands, buffers)
+
+    def gradients(losses, of=operands, **more):
+        return torch.autograd.grad(losses, of, upstream, **more)
+
+    first, again = (gradients(loss, retain_graph=True) for _ in range(2))
+    if strategy != "grad_in_forward":  # whose second backward makes them again
+        assert_same_bits(again, first)
+    under = checkpoint(lambda *of: losses_from(of, buffers), *operands, use_reentrant=False)
+    alone = [
+        gradients(losses_from([x if x is one else x.detach() for x in operands], buffers), one)[0]
+        for one in operands
+    ]
+    records = {} if "skip_masked" in options else {"create_graph": True}
+    graph = gradients(losses_from(operands, buffers), **records)
+    for made in (again, gradients(under, **records), alone, graph):
+        for ours, right in zip(made, first, strict=True):
+            torch.testing.assert_close(ours.detach(), right, rtol=2e-6, atol=2e-6)
+    # It would drop out of the loss in silence. A Hessian asks for the gradients of named inputs: an error
+    # behind other leaves would leave it at 0.
+    refused = pytest.raises(RuntimeError, match="no second derivative")
+    with refused:
+        graph = gradients(losses_from(operands, buffers), create_graph=True)
+        (graph[0].square().sum() + losses_from(operands, buffers).mul(upstream).sum()).backward()
+    for i, operand in enumerate(operands):
+
+        def total(value, i=i):
+            changed = [value if j == i else x for j, x in enumerate(operands)]
+            return losses_from(changed, buffers).mul(upstream).square().sum()
+
+        with refused, catch_warnings(action="ignore"):
+            torch.autograd.functional.hvp(total, operand.detach(), torch.ones_like(operand))
+        for transform in (torch.func.grad, torch.func.jacrev, torch.func.vmap):
+            value = torch.stack((operand, operand)) if transform is torch.func.vmap else operand
+            with pytest.raises(TypeError, match=r"comes from torch.func .* does not support"):
+                transform(total)(value.detach())
+
+
+@EVERY_HEAD
+def test_no_tokens(head, strategy, options, device):
+    operands, buffers = given(device, s=0)
+    loss = losses_of(head, strategy, options, operands, buffers)
+    grads = torch.autograd.grad(loss, operands, buffers["weights"])
+    assert loss.shape == (2, 0) and [grad.shape for grad in grads] == [x.shape for x in operands]
+    assert not grads[1].any()
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_under_autocast(head, device):
+    """fp32 parameters are used in its dtype, as torch's own linear does; gradients are in theirs."""
+    operands, buffers = given(device)
+    upstream, losses_from = buffers["weights"], partial(losses_of, head, "store", {"num_chunks": 2})
+    with torch.autocast(device.type, torch.bfloat16):
+        loss = losses_from(operands, buffers)
+    buffers["teacher"] = buffers["teacher"].bfloat16()
+    rounded = [x.detach().bfloat16().requires_grad_() for x in operands]
+    expected = losses_from(rounded, buffers)
+    assert torch.equal(loss, expected)
+    grads = (torch.autograd.grad(*of, upstream) for of in ((loss, operands), (expected, rounded)))
+    for made, right in zip(*grads, strict=True):
+        assert made.dtype == torch.float32
+        assert relative_error(made, right.double()) < 1e-2
 
 
 @pytest.mark.parametrize("name", ["lse", "entropy", "log_prob", "correct", "predicted"])
@@ -244,23 +372,6 @@ def test_outputs_may_be_changed_in_place(name, device):
         made.entropy.backward(inputs.grad_loss)
         gradients.append(hidden.grad)
     assert torch.equal(*gradients)
-
-
-@SHAPES
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_label_buffer_may_be_filled_again(strategy, shape, device):
-    """With the next micro-batch's labels, before this one's backward."""
-    *operands, labels, upstream = in_shape(shape, device)
-    gradients = []
-    for refills in (False, True):
-        buffers = labels.clone(), upstream.clone()
-        config = FusedCEConfig(strategy, num_chunks=2)
-        loss = fused_linear_cross_entropy(*operands, buffers[0], token_weights=buffers[1], config=config)
-        if refills:
-            buffers[0].zero_(), buffers[1].zero_()
-        gradients.append(torch.autograd.grad(loss, operands, upstream))
-    for one, other in zip(*gradients, strict=True):
-        assert torch.equal(one, other)
 
 
 # --- numbers at the edge ----------------------------------------------------------------------------

@@ -95,13 +95,14 @@ def test_ignored_tokens_have_no_log_prob(device):
     assert torch.isfinite(hidden.grad).all() and hidden.grad.abs().max() > 0
 
 
+SMOOTHED_ONES = [name for name, options in LOSS_OPTIONS.items() if "label_smoothing" in options]
 OF_SMOOTHING = "cannot make the delta of LabelSmoothing"
 WITH_Z_LOSS, SMOOTHED = CrossEntropy() + ZLoss(1e-4), loss_of(FusedCEConfig(label_smoothing=0.1))
 ENTROPY, SEVERAL = Requested(differentiable=("entropy",)), Requested(beyond_scaled_exp="several labels")
 #: Options of a call, what is asked for, and whether logits are saved, or why it cannot serve.
 BY_SCALED_EXP = [
-    *((LOSS_OPTIONS[name], Requested(), False) for name in LOSS_OPTIONS if "smooth" not in name),
-    *((LOSS_OPTIONS[name], Requested(), OF_SMOOTHING) for name in LOSS_OPTIONS if "smooth" in name),
+    *((LOSS_OPTIONS[name], None, False) for name in LOSS_OPTIONS if name not in SMOOTHED_ONES),
+    *((LOSS_OPTIONS[name], None, OF_SMOOTHING) for name in SMOOTHED_ONES),
     ({"logit_precision": "fp32"}, Requested(), False),
     ({}, Requested(differentiable=("log_prob",)), False),
     ({}, ENTROPY, True),
