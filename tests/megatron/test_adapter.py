@@ -73,6 +73,7 @@ def test_looking_costs_nothing(deferred):
     assert (deferred.size(-1), deferred.dim(), deferred.ndim, len(deferred)) == (6, 3, 3, 4)
     assert (deferred.dtype, deferred.device.type) == (torch.float32, "cpu")
     assert not hasattr(deferred, "__cuda_array_interface__")
+    assert {deferred: 1}[deferred] == 1, "hashed by identity, as tensors are"
     assert materialised() == 0
 
 
@@ -108,6 +109,11 @@ USES = [
     lambda z: torch.stack(list(z)),
     lambda z: (3 * z).sum(0),
     lambda z: (z / 2).log_softmax(-1),
+    # Element by element, as of tensors; by default objects compare by identity, without an error.
+    lambda z: z == z,
+    lambda z: z == 0.25,
+    lambda z: torch.full((2, 4, 6), z[0, 0, 0].item()).view(z.shape) == z,
+    lambda z: z != torch.zeros(z.shape),
 ]
 #: Of logits that Megatron has not transposed yet.
 OF_A_PART = [lambda z: z.transpose(0, 1).contiguous(), lambda z: z.squeeze(dim=0), lambda z: z.float()]
@@ -123,6 +129,10 @@ def test_any_other_use_is_what_real_logits_give(whole):
             deferred, real = deferred.transpose(0, 1).contiguous(), real.transpose(0, 1)
         assert torch.equal(use(deferred), use(real))
         assert materialised() == 1
+
+
+def test_nothing_is_equal_to_none(deferred):
+    assert (deferred == None) is False  # noqa: E711
 
 
 class SumOfSquares(torch.autograd.Function):
@@ -206,8 +216,7 @@ def test_logits_in_an_autograd_function_raise(deferred, before):
     with pytest.raises(RuntimeError, match=r"would have none. For a metric take logits.detach\(\)"):
         SumOfSquares.apply(deferred)
     assert deferred.requires_grad and not deferred.detach().requires_grad
-    made = SumOfSquares.apply(deferred.detach())
-    assert torch.equal(made, deferred.call.real.square().sum())
+    assert torch.equal(SumOfSquares.apply(deferred.detach()), deferred.call.real.square().sum())
 
 
 def test_a_metric_of_logits_leaves_their_gradient(deferred):
@@ -550,40 +559,37 @@ def test_plain_gradient_elsewhere(attributes):
     assert open_grad_weight_for(weight_with(**attributes), fusion) is ReturnedGradWeight
 
 
+#: A stand-in for Megatron's parser module, and a script that parses with it.
+PARSER = """import argparse
+def add_megatron_arguments(parser):
+    parser.add_argument('--lr', type=float)
+    return parser
+def parse_args():
+    return add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args()
+"""
+SCRIPT = """import sys, os
+from megatron.training.arguments import parse_args
+if __name__ == '__main__':
+    args = parse_args()
+    print(args.lr, args.fused_chunked_ce, args.fused_ce_num_chunks)
+    print(os.path.basename(sys.argv[0]), __file__ == sys.argv[0])
+"""
+
+
 def fake_megatron(tmp_path: Path) -> Path:
-    """A stand-in for Megatron's parser module and a script that parses with it."""
     package = tmp_path / "megatron" / "training"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
-    (package / "arguments.py").write_text(
-        "import argparse\n"
-        "def add_megatron_arguments(parser):\n"
-        "    parser.add_argument('--lr', type=float)\n"
-        "    return parser\n"
-        "def parse_args():\n"
-        "    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))\n"
-        "    return parser.parse_args()\n"
-    )
+    (package / "arguments.py").write_text(PARSER)
     script = tmp_path / "pretrain_fake.py"
-    script.write_text(
-        "import sys, os\n"
-        "from megatron.training.arguments import parse_args\n"
-        "if __name__ == '__main__':\n"
-        "    args = parse_args()\n"
-        "    print(args.lr, args.fused_chunked_ce, args.fused_ce_num_chunks)\n"
-        "    print(os.path.basename(sys.argv[0]), __file__ == sys.argv[0])\n"
-    )
+    script.write_text(SCRIPT)
     return script
 
 
-def run_python(*words, env=None):
-    return subprocess.run(
-        [sys.executable, *map(str, words)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
-        cwd="/",
-    )
+def run_python(*words, python=sys.executable, **env):
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **env}
+    command = [str(python), *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, env=env, cwd="/")
 
 
 FLAGS = ("--lr", "0.5", "--fused-chunked-ce", "--fused-ce-num-chunks", "6")
@@ -651,15 +657,13 @@ def test_options_of_a_script_and_of_a_file(defaults, file, line, words, tmp_path
 def test_autoload_makes_the_plain_command_work(tmp_path):
     """In an environment of its own: two files in site-packages, active only with the flag."""
     assert autoload_start.FLAGS == (arguments.FLAG, arguments.PREFIX)
-    env_dir = tmp_path / "env"
+    env_dir, script = tmp_path / "env", fake_megatron(tmp_path)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", env_dir], check=True, capture_output=True)
-    python = env_dir / "bin" / "python"
-    script = fake_megatron(tmp_path)
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), sysconfig.get_paths()["purelib"]))}
+    installed = sysconfig.get_paths()["purelib"]
+    env = {"PYTHONPATH": os.pathsep.join((str(ROOT), installed))}
 
     def run(*words):
-        command = [str(python), *map(str, words)]
-        return subprocess.run(command, capture_output=True, text=True, env=env, cwd="/")
+        return run_python(*words, python=env_dir / "bin" / "python", **env)
 
     assert run(script, *FLAGS).returncode == 2
     assert "not installed" in run("-m", "megatron_fused_ce.autoload", "status").stdout
@@ -670,7 +674,7 @@ def test_autoload_makes_the_plain_command_work(tmp_path):
     loaded = "import sys; print('megatron_fused_ce' in sys.modules)"
     assert run("-c", loaded).stdout.strip() == "False"
     # Uninstalled, and the line stays behind: one line where the flag is, and Megatron's parser ends the run.
-    env["PYTHONPATH"] = sysconfig.get_paths()["purelib"]
+    env["PYTHONPATH"] = installed
     (file,) = env_dir.rglob("*.pth")
     assert file.with_suffix(".py").read_text() == Path(autoload_start.__file__).read_text()
     gone = run(script, *FLAGS)
@@ -770,19 +774,6 @@ def test_an_adopted_layer_can_be_copied_and_pickled():
         assert type(copied) is ColumnParallelLinear
         assert copied.fused_ce_config == layer.fused_ce_config
         assert copied.fused_ce_held.of == copied.fused_ce_held.changed() == ""
-
-
-@pytest.mark.parametrize(
-    "use", [lambda z, other: z == other, lambda z, other: other == z, lambda z, other: z != other]
-)
-def test_equality_is_that_of_the_logits(deferred, use):
-    """Element by element, as of tensors; by default objects compare by identity, without an error."""
-    real = deferred.call.real
-    for other in (real, real.clone(), 0.25):
-        assert torch.equal(use(deferred, other), use(real, other))
-    assert torch.equal(use(deferred, deferred), use(real, real))
-    assert (deferred == None) is False  # noqa: E711
-    assert {deferred: 1}[deferred] == 1, "hashed by identity, as tensors are"
 
 
 def test_logits_inside_a_namedtuple(deferred):

@@ -83,20 +83,28 @@ def nothing_stays():
 
 
 @pytest.mark.parametrize(
-    ("model", "call"),
+    ("of", "call"),
     [
-        (GPT(), lambda model, mask: model(torch.ones(3), labels=labels(), loss_mask=mask)),
-        (Hybrid(), lambda model, mask: model(torch.ones(3), labels=labels(), loss_mask=mask)),
-        (Hybrid(), lambda model, mask: model(torch.ones(3), labels(), mask)),
+        (GPT, lambda model, mask: model(torch.ones(3), labels=labels(), loss_mask=mask)),
+        (Hybrid, lambda model, mask: model(torch.ones(3), labels=labels(), loss_mask=mask)),
+        (Hybrid, lambda model, mask: model(torch.ones(3), labels(), mask)),
         # Combined 1F1B never calls ``forward``.
-        (GPT(), lambda model, mask: model._postprocess(torch.ones(1), labels=labels(), loss_mask=mask)),
+        (GPT, lambda model, mask: model._postprocess(torch.ones(1), labels=labels(), loss_mask=mask)),
     ],
 )
-def test_the_mask_is_found(model, call):
-    mask = torch.rand(B, S)
-    call(model, mask)
-    (found,) = model.found
-    assert found.values.data_ptr() == mask.data_ptr() and found.values.shape == (B, S)
+def test_the_mask_is_found(of, call):
+    """Of each micro-batch in flight its own."""
+    model, masks = of(), [torch.rand(B, S) for _ in range(3)]
+    for mask in masks:
+        call(model, mask)
+    for found, mask in zip(model.found, masks, strict=True):
+        assert found.values.data_ptr() == mask.data_ptr() and found.values.shape == (B, S)
+
+
+def test_a_subclass_that_makes_its_mask():
+    model = MaskByItself()
+    model(torch.ones(3), labels=labels())
+    assert torch.equal(model.found[0].values, torch.ones(B, S))
 
 
 def test_only_the_main_loss_gets_it():
@@ -137,12 +145,6 @@ def test_no_gradient_flows_into_the_mask():
     assert not model.found[0].values.requires_grad
 
 
-def test_a_subclass_that_makes_its_mask():
-    model = MaskByItself()
-    model(torch.ones(3), labels=labels())
-    assert torch.equal(model.found[0].values, torch.ones(B, S))
-
-
 @pytest.mark.parametrize("inner", [GPT, OldMamba])
 @pytest.mark.parametrize("of_teacher", [None, torch.rand(B, S)])
 def test_a_teacher_inside_the_student(inner, of_teacher):
@@ -155,13 +157,6 @@ def test_a_teacher_inside_the_student(inner, of_teacher):
         teacher.found[0].values, of_teacher
     )
     assert torch.equal(student.found[0].values, of_student)
-
-
-def test_micro_batches_in_flight_keep_their_masks():
-    model, masks = GPT(), [torch.rand(B, S) for _ in range(3)]
-    for mask in masks:
-        model(torch.ones(3), labels=labels(), loss_mask=mask)
-    assert all(torch.equal(found.values, mask) for found, mask in zip(model.found, masks, strict=True))
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
