@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_token_outputs
 from megatron_fused_ce.kernels import gemm_variants, scaled_exp, scaled_exp_rows, sizes
@@ -60,6 +61,9 @@ if not ON_GPU:
 def product(request, monkeypatch):
     monkeypatch.setattr(gemm_variants, "gemm_for", lambda device: request.param)
     return request.param
+
+
+IN_ROWS = "begin at multiples of 16 bytes"
 
 
 def exp_config(strategy, **fields):
@@ -379,36 +383,29 @@ def test_bad_hidden_states_give_nan(bad, options, strategy, product, device):
     assert torch.isnan(loss[0]).tolist() == [False, False, lost, False]
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (dict(vocab=331), "multiple of 16 bytes, V is 331"),
-        (dict(hidden_size=47), "multiple of 16 bytes, H is 47"),
-        (dict(logit_scale=-1.0), "logit_scale above 0"),
-        (dict(dtype=torch.float64), "float64"),
-    ],
-)
-def test_why_not_is_said_and_auto_takes_the_rows(change, words, device):
-    if change.get("dtype") == torch.float64 and not ON_GPU:
-        pytest.skip("the interpreter takes any dtype")
-    facts = dict(s=4, b=1, hidden_size=48, vocab=336, dtype=EXP_DTYPE, logit_scale=1.0) | change
-    scale = facts.pop("logit_scale")
-    inputs = make_inputs("plain", device=device, **facts)
-    hidden = inputs.hidden.flatten(0, 1)
+#: Reason, options, and what is done to operands ``[4, 48]`` and ``[336, 48]``.
+WHY_NOT = [
+    ("multiple of 16 bytes, V is 331", {}, lambda hidden, weight: (hidden, weight[:331])),
+    ("multiple of 16 bytes, H is 47", {}, lambda *both: [x[:, :47].contiguous() for x in both]),
+    ("logit_scale above 0", {"logit_scale": -1.0}, lambda *both: both),
+    # Rows of every second column; rows that begin between multiples of 16 bytes.
+    (IN_ROWS, {}, lambda hidden, weight: (hidden, weight.repeat_interleave(2, dim=1)[:, ::2])),
+    (IN_ROWS, {}, lambda hidden, weight: (hidden, F.pad(weight, (1, 15))[:, 1:49])),
+    # Elsewhere the interpreter takes any dtype.
+    *([("float64", {}, lambda *both: [x.double() for x in both])] if ON_GPU else []),
+]
+
+
+@pytest.mark.parametrize(("words", "options", "change"), WHY_NOT)
+def test_why_not_is_said_and_auto_takes_the_rows(words, options, change, device):
+    operands = change(*(torch.ones(rows, 48, dtype=EXP_DTYPE, device=device) for rows in (4, 336)))
+    if words == IN_ROWS:  # a copy can be loaded
+        assert words in choose.why_not_scaled_exp(exp_config("auto"), *operands)
+        return
     with pytest.raises(ValueError, match=words):
-        choose.choose(exp_config("auto", logit_scale=scale), hidden, inputs.weight)
-    chosen, reason = choose.choose(FusedCEConfig(logit_scale=scale), hidden, inputs.weight)
+        choose.choose(exp_config("auto", **options), *operands)
+    chosen, reason = choose.choose(FusedCEConfig(**options), *operands)
     assert chosen.name == "gemm_rows" and reason
-
-
-def test_a_weight_that_tma_cannot_load(device):
-    """Rows of every second column; rows that begin between multiples of 16 bytes."""
-    inputs = make_inputs("plain", s=4, b=1, hidden_size=48, vocab=336, dtype=EXP_DTYPE, device=device)
-    spread = inputs.weight.repeat_interleave(2, dim=1)[:, ::2]
-    moved = torch.nn.functional.pad(inputs.weight, (1, 15))[:, 1:49]
-    for weight in (spread, moved):
-        reason = choose.why_not_scaled_exp(exp_config("auto"), inputs.hidden.flatten(0, 1), weight)
-        assert "begin at multiples of 16 bytes" in reason
 
 
 @pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0), (10, 3), (12, 0)])

@@ -121,8 +121,8 @@ def test_outputs_are_the_callers_own(strategy, device):
     hidden, weight = torch.randn(6, 8, device=device), torch.randn(9, 8, device=device).requires_grad_()
     labels, w = torch.arange(6, device=device), torch.rand(6, device=device)
     terms = {"loss": Itself(), "ce": losses.CrossEntropy(), "metric": losses.CrossEntropy(), "mae": Itself()}
-    config = FusedCEConfig(strategy=strategy)
-    made = fused_linear_loss(hidden, weight, labels, terms, token_weights=w, config=config)
+    more = {"token_weights": w, "config": FusedCEConfig(strategy=strategy)}
+    made = fused_linear_loss(hidden, weight, labels, terms, **more)
     with torch.no_grad():
         made["mae"].mul_(100), made["metric"].mul_(7)
     (made["loss"].mul_(w).sum() + made["ce"].sum()).backward()

@@ -23,6 +23,7 @@ from megatron_fused_ce.ranks.collectives import VocabParallel
 from megatron_fused_ce.rl import token_log_probs
 from tests.support.losses import Focal
 
+#: Of the rows below.
 E, T, V = (TypeError, ValueError), TypeError, ValueError
 
 
@@ -70,6 +71,8 @@ OUTPUTS = {"outputs": ("lse",), "token_weights": ones(2, 6)}
 TERMS = {"terms": {"loss": losses.CrossEntropy()}}
 ROW = {"hidden": trained(3, 4), "weight": trained(3, 4), "labels": ids(3)}
 
+LARGE = {"hidden": ones(1, 1), "weight": ones(1, 1).expand(2**24 + 1, 1), "labels": ids(1)}
+
 #: Of each function: arguments that fit, and what takes the place of some of them, the error and its words.
 REFUSED = {
     fused_linear_cross_entropy: (
@@ -99,17 +102,10 @@ REFUSED = {
             (config(strategy="grad_in_forward"), V, r"token_weights.*'store' or 'recompute'"),
             ({"token_weights": 0 * ones(2, 6) / 0, **CHECKS}, V, "token_weights have a NaN"),
             ({"token_weights": ones(2, 6).to("meta")}, V, "token_weights on meta"),
+            *(({name: x.detach().to("meta")}, V, f"{name} is on the meta") for name, x in LABELS.items()),
             *(
-                ({name: LABELS[name].detach().to("meta")}, V, f"{name} is on the meta device")
-                for name in LABELS
-            ),
-            *(
-                (
-                    {name: LABELS[name].detach().as_subclass(Sharded)},
-                    T,
-                    f"{name} is a Sharded, placed .*full_tensor",
-                )
-                for name in LABELS
+                ({name: x.detach().as_subclass(Sharded)}, T, f"{name} is a Sharded, placed .*full_tensor")
+                for name, x in LABELS.items()
             ),
         ],
     ),
@@ -119,17 +115,7 @@ REFUSED = {
             ({"outputs": ("accuracy",)}, V, "no such output: 'accuracy'"),
             ({"outputs": ("lse", "lse")}, V, "name each once"),
             ({"outputs": "lse"}, T, r"outputs is the string 'lse'; expected .* \('lse',\)"),
-            (
-                {
-                    "hidden": ones(1, 1),
-                    "weight": ones(1, 1).expand(2**24 + 1, 1),
-                    "labels": ids(1),
-                    "outputs": ("predicted",),
-                    "token_weights": None,
-                },
-                V,
-                "exact below",
-            ),
+            ({**LARGE, "outputs": ("predicted",), "token_weights": None}, V, "exact below"),
         ],
     ),
     fused_linear_topk_distillation: (
