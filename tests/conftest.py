@@ -44,6 +44,8 @@ LONG = (
     *("tests/megatron/test_training_loop.py", "tests/parallel/test_modelopt.py"),
     *("tests/parallel/test_torchrun.py", "tests/project/test_packaging.py", "tests/test_house.py"),
 )
+#: Takes the GPU for itself, once other processes' tests have ended.
+LAST = "tests/kernels/test_large_offsets.py"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -58,7 +60,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("rest")
     if hasattr(config, "workerinput"):  # of xdist
         sizes = Counter(item.path for item in items)
-        items.sort(key=lambda item: (not item.nodeid.startswith(LONG), -sizes[item.path], item.path))
+        items.sort(key=lambda item: (_place(item), -sizes[item.path], item.path))
+
+
+def _place(item: pytest.Item) -> int:
+    if item.nodeid.startswith(LAST) and torch.cuda.is_available():
+        return 2
+    return int(not item.nodeid.startswith(LONG))
 
 
 @pytest.fixture(autouse=True)

@@ -116,27 +116,40 @@ def within(made, exact, eager, floor, rounding=0.0):
     )
 
 
-def held(rows, student, teacher, kind, beta, num_classes=None):
-    """Sums and gradients of one shard that is the whole vocabulary; what they were held against."""
-    valid = None
-    if num_classes is not None:
-        valid = torch.tensor([num_classes], device=student.logits.device)
-    num_classes = num_classes or student.logits.shape[1]
+def both(student: Side, teacher: Side, kind: str, beta: float, num_classes=None) -> tuple[Exact, Exact]:
+    """In fp64, and by eager PyTorch in fp32; gradients are by the scaled logit, before its softcap."""
     s, t = (natural(side)[:, :num_classes] for side in (student, teacher))
-    exact, eager = definition(s, t, kind, beta), definition(s.float(), t.float(), kind, beta)
-    sums = rows.divergence_sums(student, teacher, kind, beta, valid)
+    found = definition(s, t, kind, beta), definition(s.float(), t.float(), kind, beta)
+    if student.softcap is None:
+        return found
+    slope = torch.cosh(student.logits[:, :num_classes].double() * student.scale / student.softcap) ** -2
+    return tuple(of._replace(gradient=of.gradient * slope) for of in found)
+
+
+def held(rows, student, teacher, kind, beta, num_classes=None, out_dtype=torch.float32):
+    """Sums and gradients of one shard that is the whole vocabulary, in place too where the dtype is one."""
+    valid = num_classes and torch.tensor([num_classes], device=student.logits.device)
+    exact, eager = both(student, teacher, kind, beta, num_classes)
+    args = student, teacher, kind, beta, valid
+    sums = rows.divergence_sums(*args)
     within(sums[0], exact.divergence, eager.divergence, exact.floor)
     within(sums[1], exact.mean, eager.mean, exact.mean_floor)
-    out = torch.empty_like(student.logits, dtype=torch.float32)
-    mean = None if kind == "forward_kl" else sums[1]
-    kept = student.logits.clone()
-    beside = rows.divergence_gradients(student, teacher, kind, beta, valid, mean, out, with_sums=True)
+    out = torch.empty_like(student.logits, dtype=out_dtype)
+    args, kept = (*args, None if kind == "forward_kl" else sums[1]), student.logits.clone()
+    beside = rows.divergence_gradients(*args, out, with_sums=True)
     within(beside, exact.divergence, eager.divergence, exact.floor)
-    within(out[:, :num_classes], exact.gradient, eager.gradient, exact.grad_floor)
-    assert (out[:, num_classes:] == 0).all()
-    assert rows.divergence_gradients(student, teacher, kind, beta, valid, mean, out.clone()) is None
+    floor = max(exact.grad_floor, 0.5 * torch.finfo(out_dtype).smallest_normal)
+    rounding = 0.0 if out_dtype == torch.float32 else torch.finfo(out_dtype).eps / 2
+    if out_dtype == torch.bfloat16 and out.device.type == "cpu":
+        rounding *= 2  # the interpreter cuts digits off
+    within(out[:, :num_classes], exact.gradient, eager.gradient, floor, rounding)
+    assert num_classes is None or (out[:, num_classes:] == 0).all()
     assert torch.equal(student.logits, kept), "out of place must leave the logits alone"
-    return sums, out
+    in_place = student.logits if student.logits.dtype == out_dtype else out.clone()
+    assert rows.divergence_gradients(*args, in_place) is None
+    torch.testing.assert_close(in_place, out, rtol=0, atol=0)
+    student.logits.copy_(kept)
+    return sums
 
 
 def peaked(z, column):
@@ -145,43 +158,38 @@ def peaked(z, column):
     return z
 
 
+def underflows(z, every, below):
+    return torch.where(torch.arange(z.shape[1]) % every == 1, z - below, z)
+
+
+#: Logits of a student and a teacher, of two draws.
+PAIRS = {
+    "apart": lambda z, noise: (z, noise),
+    "related": lambda z, noise: (z, z + 0.2 * noise),
+    "nearly equal": lambda z, noise: (z, z + 3e-4 * noise),
+    "an offset": lambda z, noise: (z, z + 0.2 * noise + 1000.0),
+    "peaked student": lambda z, noise: (peaked(z, 17), noise),
+    "peaked teacher": lambda z, noise: (z, peaked(noise, -21)),
+    "peaked at two classes": lambda z, noise: (peaked(z, 17), peaked(noise, -21)),
+    "peaked at one class": lambda z, noise: (peaked(z, 17), peaked(noise, 17)),
+    "student underflows": lambda z, noise: (underflows(z, 3, 150), noise),
+    "teacher underflows": lambda z, noise: (z, underflows(noise, 3, 150)),
+    "both underflow": lambda z, noise: (underflows(z, 3, 150), underflows(noise, 2, 200)),
+}
+
+
 def pair(what, device, num_columns=1100, num_rows=2):
-    """Logits of a student and a teacher, fp32: a whole block of FP32_BLOCK, and a part of one."""
+    """fp32: a whole block of FP32_BLOCK, and a part of one."""
     generator = torch.Generator().manual_seed(num_columns)
-    z, noise = 3 * torch.randn(2, num_rows, num_columns, generator=generator)
-    columns = torch.arange(num_columns)
-    given = {
-        "apart": (z, noise),
-        "related": (z, z + 0.2 * noise),
-        "nearly equal": (z, z + 3e-4 * noise),
-        "an offset": (z, z + 0.2 * noise + 1000.0),
-        "peaked student": (peaked(z, 17), noise),
-        "peaked teacher": (z, peaked(noise, num_columns - 21)),
-        "peaked at two classes": (peaked(z, 17), peaked(noise, num_columns - 21)),
-        "peaked at one class": (peaked(z, 17), peaked(noise, 17)),
-        "student underflows": (torch.where(columns % 3 == 1, z - 150, z), noise),
-        "teacher underflows": (z, torch.where(columns % 3 == 1, noise - 150, noise)),
-        "both underflow": (
-            torch.where(columns % 3 == 1, z - 150, z),
-            torch.where(columns % 2 == 1, noise - 200, noise),
-        ),
-    }
-    return [side.to(device) for side in given[what]]
+    draws = 3 * torch.randn(2, num_rows, num_columns, generator=generator)
+    return [side.to(device) for side in PAIRS[what](*draws)]
 
 
 @of_every()
-@pytest.mark.parametrize(
-    "what",
-    [
-        "apart", "related", "nearly equal", "an offset", "peaked student", "peaked teacher",
-        "peaked at two classes", "peaked at one class", "student underflows", "teacher underflows",
-        "both underflow",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("what", PAIRS)
 def test_distributions_against_fp64(rows, kind, beta, what, device):
     student, teacher = as_sides(*pair(what, device))
-    sums, _ = held(rows, student, teacher, kind, beta)
-    assert (sums[0] >= 0).all()
+    assert (held(rows, student, teacher, kind, beta)[0] >= 0).all()
 
 
 #: Rows at temperature 5 of which a rounding of a number of the whole row, such as a normalizer, took more
@@ -255,43 +263,19 @@ def test_padding_and_widths(rows, kind, beta, device):
 @of_every()
 @pytest.mark.parametrize("caps", [(None, None), (5.0, None), (None, 4.0), (5.0, 4.0)], ids=str)
 def test_scales_and_softcaps(rows, kind, beta, caps, device):
-    """The gradient is by the scaled logit, before the softcap."""
-    z = pair("related", device)
     options = {"scale": 0.7, "softcap": caps[0]}, {"scale": 1.3, "softcap": caps[1]}
-    student, teacher = as_sides(*z, options)
-    s, t = natural(student), natural(teacher)
-    exact, eager = definition(s, t, kind, beta), definition(s.float(), t.float(), kind, beta)
-    sums = rows.divergence_sums(student, teacher, kind, beta, None)
-    within(sums[0], exact.divergence, eager.divergence, exact.floor)
-    out = torch.empty_like(z[0])
-    rows.divergence_gradients(student, teacher, kind, beta, None, sums[1], out)
-    slope = 1.0 if caps[0] is None else torch.cosh(z[0].double() * 0.7 / caps[0]) ** -2
-    within(out, exact.gradient * slope, eager.gradient * slope, exact.grad_floor)
+    held(rows, *as_sides(*pair("related", device), options), kind, beta)
 
 
 @of_every()
 @pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_dtypes_and_in_place(rows, kind, beta, dtype, out_dtype, device):
-    """Any of logits and gradients, the sides' own too; in place where they are the same."""
+    """Any of logits and gradients, the sides' own too."""
     z = pair("related", device, 2111)  # blocks of 2048 where no side is fp32
     for teacher_dtype in {dtype, torch.float32}:
-        student, teacher = as_sides(z[0].to(dtype), z[1].to(teacher_dtype))
-        s, t = natural(student), natural(teacher)
-        exact, eager = definition(s, t, kind, beta), definition(s.float(), t.float(), kind, beta)
-        sums = rows.divergence_sums(student, teacher, kind, beta, None)
-        within(sums[0], exact.divergence, eager.divergence, exact.floor)
-        out = torch.empty_like(z[0], dtype=out_dtype)
-        args = student, teacher, kind, beta, None, sums[1]
-        rows.divergence_gradients(*args, out)
-        floor = max(exact.grad_floor, 0.5 * torch.finfo(out_dtype).smallest_normal)
-        rounding = 0.0 if out_dtype == torch.float32 else torch.finfo(out_dtype).eps / 2
-        if out_dtype == torch.bfloat16 and out.device.type == "cpu":
-            rounding *= 2  # the interpreter cuts digits off
-        within(out, exact.gradient, eager.gradient, floor, rounding)
-        if dtype == out_dtype:
-            rows.divergence_gradients(*args, student.logits)
-            assert torch.equal(student.logits, out)
+        sides = as_sides(z[0].to(dtype), z[1].to(teacher_dtype))
+        held(rows, *sides, kind, beta, out_dtype=out_dtype)
 
 
 @of_every()
@@ -317,7 +301,7 @@ def test_label_term_and_factor(rows, kind, beta, temperature, device):
     )
     slope = torch.cosh(z[0].double()[:, :valid] * 0.8 / cap) ** -2
 
-    def both(of):
+    def with_label(of):
         added = weight[:, None] * (
             (temperature * s).to(of.gradient.dtype).softmax(1) - here.to(of.gradient.dtype)
         )
@@ -328,9 +312,9 @@ def test_label_term_and_factor(rows, kind, beta, temperature, device):
     count = torch.tensor([valid], device=device)
     mean = exact.mean.float()
     rows.divergence_gradients(student, teacher, kind, beta, count, mean, out, label, factor)
-    expected = both(exact)
+    expected = with_label(exact)
     size = max(exact.size, weight.max().item()) * factor.abs().max().item()
-    within(out[:, :valid], expected, both(eager), FLOOR * size)
+    within(out[:, :valid], expected, with_label(eager), FLOOR * size)
     assert (out[:, valid:] == 0).all()
 
 
@@ -396,10 +380,8 @@ def test_nan_and_infinite_logits(rows, kind, beta, of_teacher, value, device):
 @of_every()
 def test_shards_add_up(rows, kind, beta, device):
     """A shard's part is no divergence of its own; their sum is."""
-    z = pair("apart", device)
-    student, teacher = as_sides(*z)
-    s, t = natural(student), natural(teacher)
-    exact, eager = definition(s, t, kind, beta), definition(s.float(), t.float(), kind, beta)
+    student, teacher = as_sides(*pair("apart", device))
+    exact, eager = both(student, teacher, kind, beta)
     parts = [
         (student._replace(logits=student.logits[:, a:b]), teacher._replace(logits=teacher.logits[:, a:b]))
         for a, b in ((0, 1), (1, 300), (300, 1100))
@@ -407,7 +389,7 @@ def test_shards_add_up(rows, kind, beta, device):
     sums = torch.stack([rows.divergence_sums(*part, kind, beta, None) for part in parts]).sum(0)
     within(sums[0], exact.divergence, eager.divergence, exact.floor)
     within(sums[1], exact.mean, eager.mean, exact.mean_floor)
-    out = torch.empty_like(z[0])
+    out = torch.empty_like(student.logits)
     for part, piece in zip(parts, out.split([1, 299, 800], 1), strict=True):
         rows.divergence_gradients(*part, kind, beta, None, sums[1], piece)
     within(out, exact.gradient, eager.gradient, exact.grad_floor)

@@ -50,20 +50,19 @@ def operands():
     }
 
 
-def assert_same(launched, expected):
-    assert [name for name, tensor in expected.items() if launched[name] is not tensor] == []
-
-
-def common(of, form):
-    return {
-        "tokens_desc": of["tokens"],
-        "weight_desc": of["weight"],
-        "out_desc": of["out"],
-        "label_ptr": of["labels"],
-        "table_ptr": of["table"],
-        "valid_columns_ptr": form.valid_columns,
-        "inv_temperature_ptr": of["inv_temperature"],
-    }
+def assert_launched(launched, of, form, **others):
+    """Each tensor, and each number, is what the kernel's argument of that name got."""
+    operands = {"tokens_desc": "tokens", "weight_desc": "weight", "out_desc": "out", "label_ptr": "labels"}
+    operands |= {"table_ptr": "table", "inv_temperature_ptr": "inv_temperature"}
+    expected = {name: of[operand] for name, operand in operands.items()}
+    expected |= {"valid_columns_ptr": form.valid_columns, **others}
+    differ = [
+        name
+        for name, value in expected.items()
+        if launched[name] is not value and not isinstance(value, float)
+    ]
+    assert differ == [] and None not in expected.values()
+    assert all(launched[name] == value for name, value in expected.items() if isinstance(value, float))
 
 
 def test_statistics(launched):
@@ -71,10 +70,9 @@ def test_statistics(launched):
     form = RowOptions(valid_columns=torch.tensor([V]), with_weighted=True)
     tiles = hopper.scaled_exp_gemm(row_shift2=shift, logit_scale=0.5, with_argmax=True, form=form, **of)
     written = {f"{name}_ptr": tensor for name, tensor in tiles._asdict().items() if name != "tile_columns"}
-    assert len(written) == len(TileStatistics._fields) - 1 and None not in written.values()
-    assert_same(launched, {**common(of, form), **written, "row_shift_ptr": shift})
-    numbers = [launched[name] for name in ("num_rows", "num_columns", "hidden_size", "logit_scale")]
-    assert numbers == [C, V, H, 0.5]
+    assert len(written) == len(TileStatistics._fields) - 1
+    assert_launched(launched, of, form, row_shift_ptr=shift, logit_scale=0.5, **written)
+    assert [launched[name] for name in ("num_rows", "num_columns", "hidden_size")] == [C, V, H]
 
 
 def test_gradients(launched):
@@ -83,5 +81,4 @@ def test_gradients(launched):
     hopper.grad_logits_gemm(gradient=gradient, logit_scale=2.0, form=form, **of)
     names = ("row_shift", "factor", "at_label", "entropy_factor")
     rows = {f"{name}_ptr": tensor for name, tensor in zip(names, gradient, strict=True)}
-    assert_same(launched, {**common(of, form), **rows})
-    assert (launched["logit_scale"], launched["softcap"]) == (2.0, 30.0)
+    assert_launched(launched, of, form, logit_scale=2.0, softcap=30.0, **rows)

@@ -91,31 +91,6 @@ def test_token_kernels_match_their_definition(num_shards, device):
         torch.testing.assert_close(merged[1], plain.terms, rtol=4e-6, atol=1e-45, equal_nan=True)
 
 
-@pytest.mark.parametrize("num_shards", [1, 3])
-def test_merged_shards_against_fp64(num_shards, device):
-    """By the definition: the loss of every token from the logits of all shards."""
-    generator = torch.Generator().manual_seed(3)
-    z = torch.randn(64, 30 * num_shards, generator=generator).mul_(9).to(device)
-    labels = torch.randint(0, z.shape[1], (64,), generator=generator).to(device)
-    labels[:5] = -100
-    z[torch.arange(5, 20), labels[5:20]] += 60.0
-    shards = [
-        rows_torch.row_statistics(part, labels - 30 * index, 1.0).shard
-        for index, part in enumerate(z.split(30, dim=1))
-    ]
-    merged = token_kernels.merge_shards(torch.stack(shards))
-    exact = z.double()
-    loss = exact.logsumexp(1) - exact.gather(1, labels.clamp(min=0)[:, None])[:, 0]
-    loss[:5] = exact[:5].logsumexp(1) - exact[:5].amax(1)
-    # The confident ones without the cancellation of the line above.
-    at_label = torch.nn.functional.one_hot(labels[5:20], z.shape[1]).bool()
-    rest = exact[5:20].masked_fill(at_label, -torch.inf).logsumexp(1)
-    loss[5:20] = torch.log1p(torch.exp(rest - exact[5:20][at_label]))
-    # log(others) near 1 has fp32's resolution of 1; with a label nothing cancels.
-    torch.testing.assert_close(merged.loss[:5].double(), loss[:5], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(merged.loss[5:].double(), loss[5:], rtol=1e-5, atol=0)
-
-
 @pytest.mark.parametrize("backend", [row_kernels, rows_torch], ids=["triton", "torch"])
 def test_rows_with_infinities_and_nan(backend, device):
     logits = torch.zeros(5, 6, device=device)
@@ -172,21 +147,11 @@ TRITON_3_6 = Path(sys.prefix) / "triton-3.6.0"
 
 @pytest.mark.rest
 @pytest.mark.parametrize("capability", CHIPS)
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(None, id="installed"),
-        pytest.param(
-            TRITON_3_6,
-            id="3.6",
-            marks=pytest.mark.skipif(
-                not TRITON_3_6.is_dir(), reason=f"no {TRITON_3_6.name} in the environment"
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("path", [None, TRITON_3_6], ids=["installed", "3.6"])
 def test_all_kernels_compile_for_other_chips(capability, path):
     """They fit, and nothing spills but the portable GEMM."""
+    if path is not None and not path.is_dir():
+        pytest.skip(f"no {path.name} in the environment")
     done = without_interpreter("compile_triton.py", str(capability), path=path)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     assert done.stdout.count("bytes of shared memory") >= (10 if capability < 90 else 14)

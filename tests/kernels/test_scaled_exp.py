@@ -12,8 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, fused_linear_token_outputs
+from megatron_fused_ce import FusedCEConfig, fused_linear_token_outputs
 from megatron_fused_ce.kernels import gemm_variants, scaled_exp, scaled_exp_rows, sizes
 from megatron_fused_ce.logits import Targets, choose
 from megatron_fused_ce.logits.scaled_exp import ScaledExp
@@ -21,6 +22,7 @@ from megatron_fused_ce.losses.statistics import Upstream, merge_shards
 from megatron_fused_ce.rl import token_log_probs
 from megatron_fused_ce.scripts.lib.reference import (
     FLOOR,
+    HeadInputs,
     assert_close,
     make_inputs,
     plain_outputs,
@@ -34,9 +36,9 @@ from tests.support.op import (
     HAS_EXP,
     ON_GPU,
     STRATEGIES,
+    leaves,
     products,
     run,
-    weights_for,
     without_interpreter,
 )
 from tests.support.pairs import SCALED_EXP_OPTIONS as OPTIONS
@@ -61,6 +63,9 @@ def product(request, monkeypatch):
     return request.param
 
 
+IN_ROWS = "begin at multiples of 16 bytes"
+
+
 def exp_config(strategy, **fields):
     return FusedCEConfig(strategy=strategy, logits_backend="scaled_exp", **fields)
 
@@ -75,20 +80,16 @@ def assert_right(result, inputs, largest):
         assert relative_error(part, true) < 2 * largest * 2.0**-24
 
 
-@pytest.mark.parametrize("num_tokens", TOKENS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_few_tokens(num_tokens, strategy, product, device):
-    inputs = make_inputs("plain", s=num_tokens, b=1, hidden_size=40, vocab=72, dtype=EXP_DTYPE, device=device)
-    assert_close(run(inputs, exp_config(strategy)), inputs)
-
-
-@pytest.mark.parametrize("vocab", VOCABS)
-def test_vocabularies_at_the_edges_of_tiles(vocab, product, device):
-    """Labels in every column, the last ones too; a vocabulary of fewer rows than are sampled."""
-    inputs = make_inputs("plain", s=vocab, b=1, hidden_size=64, vocab=vocab, dtype=EXP_DTYPE, device=device)
-    labels = torch.arange(vocab, device=device).view(1, -1)
-    inputs = dataclasses.replace(inputs, labels=labels)
-    for strategy in STRATEGIES:
+def test_sizes(strategy, product, device):
+    """Few tokens; edges of tiles, with labels in every column; fewer rows than are sampled."""
+    sizes = [(num_tokens, 40, 72) for num_tokens in TOKENS] + [(vocab, 64, vocab) for vocab in VOCABS]
+    for s, hidden_size, vocab in sizes:
+        inputs = make_inputs(
+            "plain", s=s, b=1, hidden_size=hidden_size, vocab=vocab, dtype=EXP_DTYPE, device=device
+        )
+        if s == vocab:
+            inputs = dataclasses.replace(inputs, labels=torch.arange(vocab, device=device).view(1, -1))
         assert_close(run(inputs, exp_config(strategy)), inputs)
 
 
@@ -177,15 +178,9 @@ def test_a_temperature_per_token(options, kind, strategy, product, device):
     inputs = dataclasses.replace(
         inputs, config=config, logit_scale=0.75, temperature=torch.exp2(exponents).view(inputs.labels.shape)
     )
-    hidden, weight = inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
-    made = token_log_probs(
-        hidden,
-        weight,
-        inputs.labels,
-        temperature=inputs.temperature,
-        entropy="detached",
-        config=config,
-    )
+    hidden, weight = leaves(inputs)
+    options = {"temperature": inputs.temperature, "entropy": "detached", "config": config}
+    made = token_log_probs(hidden, weight, inputs.labels, **options)
     made.log_prob.backward(inputs.grad_loss)
     exact, *gradients = plain_outputs(inputs, {"log_prob": inputs.grad_loss}, torch.float64)
     eager, *of_eager = plain_outputs(inputs, {"log_prob": inputs.grad_loss}, EXP_DTYPE)
@@ -205,20 +200,14 @@ def test_a_temperature_per_token(options, kind, strategy, product, device):
 @pytest.mark.parametrize("distance", [0.0, -3.0, 1e-3])
 def test_where_a_z_loss_turns_the_gradient_around(distance, strategy, product, device):
     """At lse = -1 / (2 z) the factor of the softmax is 0, below it negative: the label's entry stays."""
-    inputs = make_inputs("plain", dtype=torch.float32, device="cpu", **SIZES)
+    inputs = make_inputs("plain", dtype=torch.float32, device=device, **SIZES)
     hidden, weight = inputs.hidden.clone(), inputs.weight.clone()
     hidden[..., 0], weight[:, 0] = 1.0, 0.0
     lse = (hidden.double() @ weight.double().t()).logsumexp(-1)
     weight[:, 0] = (-4.0 + distance - lse.mean()).float()
     config = exp_config(strategy, num_chunks=2, z_loss=0.125)
-    inputs = dataclasses.replace(
-        inputs,
-        hidden=hidden.to(device, EXP_DTYPE),
-        weight=weight.to(device, EXP_DTYPE),
-        labels=inputs.labels.to(device),
-        grad_loss=inputs.grad_loss.to(device),
-        config=config,
-    )
+    operands = {"hidden": hidden.to(EXP_DTYPE), "weight": weight.to(EXP_DTYPE)}
+    inputs = dataclasses.replace(inputs, **operands, config=config)
     assert_close(run(inputs, config), inputs)
 
 
@@ -256,16 +245,11 @@ def test_confident_tokens_keep_loss_and_gradient(gap, strategy, product, device)
     """1 - p from 1e-4 to 5e-24: nothing is subtracted from 1 on the way."""
     hidden, weight, labels = head_of_outliers(device, gap, at_label=True)
     vocab, tokens, column = OUTLIERS
-    hidden.requires_grad_()
-    weight.requires_grad_()
     ones = torch.ones(labels.shape, device=device)
-    loss = fused_linear_cross_entropy(
-        hidden, weight, labels, config=exp_config(strategy), **weights_for(strategy, ones)
-    )
-    loss.backward(ones)
+    loss, _, grad_weight = run(HeadInputs(hidden, weight, labels, ones), exp_config(strategy))
     miss = (vocab - 1) * math.exp(-gap)
     torch.testing.assert_close(loss, torch.full_like(loss, math.log1p(miss)), rtol=1e-4, atol=0)
-    got = weight.grad[column, 0].item()
+    got = grad_weight[column, 0].item()
     assert got == pytest.approx(-tokens * miss / (1 + miss), rel=1e-2 if ON_GPU else 1e-4)
 
 
@@ -304,14 +288,9 @@ def test_entropy_of_tiles_that_differ_in_their_shift(below_their_own_shift, prod
         weight[column, 0] = logit
     hidden = torch.randn(tokens, 16, generator=torch.Generator().manual_seed(3)).to(device, EXP_DTYPE)
     hidden[:, 0] = 1.0
+    labels = torch.tensor([5, tile + 1, -1], device=device)
     with torch.no_grad():
-        made = fused_linear_token_outputs(
-            hidden,
-            weight,
-            torch.tensor([5, tile + 1, -1], device=device),
-            ("entropy",),
-            config=exp_config("auto"),
-        )
+        made = fused_linear_token_outputs(hidden, weight, labels, ("entropy",), config=exp_config("auto"))
     log_p = (hidden.double() @ weight.double().t()).log_softmax(-1)
     torch.testing.assert_close(made.entropy.double(), -(log_p.exp() * log_p).sum(-1), rtol=1e-4, atol=1e-5)
 
@@ -404,50 +383,29 @@ def test_bad_hidden_states_give_nan(bad, options, strategy, product, device):
     assert torch.isnan(loss[0]).tolist() == [False, False, lost, False]
 
 
-@pytest.mark.parametrize("strategy", ["recompute", "store"])
-def test_backward_twice_is_bitwise_equal(strategy, product, device):
-    inputs = make_inputs("wide", dtype=EXP_DTYPE, device=device, **SIZES)
-    hidden = inputs.hidden.clone().requires_grad_()
-    weight = inputs.weight.clone().requires_grad_()
-    loss = fused_linear_cross_entropy(hidden, weight, inputs.labels, config=exp_config(strategy))
-    first, again = (
-        torch.autograd.grad(loss, (hidden, weight), inputs.grad_loss, retain_graph=True) for _ in range(2)
-    )
-    for one, same in zip(first, again, strict=True):
-        assert torch.equal(one, same)
+#: Reason, options, and what is done to operands ``[4, 48]`` and ``[336, 48]``.
+WHY_NOT = [
+    ("multiple of 16 bytes, V is 331", {}, lambda hidden, weight: (hidden, weight[:331])),
+    ("multiple of 16 bytes, H is 47", {}, lambda *both: [x[:, :47].contiguous() for x in both]),
+    ("logit_scale above 0", {"logit_scale": -1.0}, lambda *both: both),
+    # Rows of every second column; rows that begin between multiples of 16 bytes.
+    (IN_ROWS, {}, lambda hidden, weight: (hidden, weight.repeat_interleave(2, dim=1)[:, ::2])),
+    (IN_ROWS, {}, lambda hidden, weight: (hidden, F.pad(weight, (1, 15))[:, 1:49])),
+    # Elsewhere the interpreter takes any dtype.
+    *([("float64", {}, lambda *both: [x.double() for x in both])] if ON_GPU else []),
+]
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (dict(vocab=331), "multiple of 16 bytes, V is 331"),
-        (dict(hidden_size=47), "multiple of 16 bytes, H is 47"),
-        (dict(logit_scale=-1.0), "logit_scale above 0"),
-        (dict(dtype=torch.float64), "float64"),
-    ],
-)
-def test_why_not_is_said_and_auto_takes_the_rows(change, words, device):
-    facts = dict(s=4, b=1, hidden_size=48, vocab=336, dtype=EXP_DTYPE)
-    scale = change.get("logit_scale", 1.0)
-    if change.get("dtype") == torch.float64 and not ON_GPU:
-        pytest.skip("the interpreter takes any dtype")
-    facts |= {key: value for key, value in change.items() if key != "logit_scale"}
-    inputs = make_inputs("plain", device=device, **facts)
-    hidden = inputs.hidden.flatten(0, 1)
+@pytest.mark.parametrize(("words", "options", "change"), WHY_NOT)
+def test_why_not_is_said_and_auto_takes_the_rows(words, options, change, device):
+    operands = change(*(torch.ones(rows, 48, dtype=EXP_DTYPE, device=device) for rows in (4, 336)))
+    if words == IN_ROWS:  # a copy can be loaded
+        assert words in choose.why_not_scaled_exp(exp_config("auto"), *operands)
+        return
     with pytest.raises(ValueError, match=words):
-        choose.choose(exp_config("auto", logit_scale=scale), hidden, inputs.weight)
-    chosen, reason = choose.choose(FusedCEConfig(logit_scale=scale), hidden, inputs.weight)
+        choose.choose(exp_config("auto", **options), *operands)
+    chosen, reason = choose.choose(FusedCEConfig(**options), *operands)
     assert chosen.name == "gemm_rows" and reason
-
-
-def test_a_weight_that_tma_cannot_load(device):
-    """Rows of every second column; rows that begin between multiples of 16 bytes."""
-    inputs = make_inputs("plain", s=4, b=1, hidden_size=48, vocab=336, dtype=EXP_DTYPE, device=device)
-    spread = inputs.weight.repeat_interleave(2, dim=1)[:, ::2]
-    moved = torch.nn.functional.pad(inputs.weight, (1, 15))[:, 1:49]
-    for weight in (spread, moved):
-        reason = choose.why_not_scaled_exp(exp_config("auto"), inputs.hidden.flatten(0, 1), weight)
-        assert "begin at multiples of 16 bytes" in reason
 
 
 @pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0), (10, 3), (12, 0)])
@@ -456,18 +414,19 @@ def test_auto_takes_it_where_it_was_measured(capability, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(gemm_variants, "triton_lacks", lambda: "")
     monkeypatch.setattr(gemm_variants, "gemm_for", lambda device: scaled_exp)
-    weight = torch.zeros(64, 32, dtype=torch.bfloat16)
     hidden = SimpleNamespace(is_cuda=True, device=torch.device("cuda"), dtype=torch.bfloat16)
-    auto, by_name, rows = (
-        choose.why_not_here(FusedCEConfig(logits_backend=name), hidden, weight)
-        for name in ("auto", "scaled_exp", "gemm_rows")
-    )
-    chip = "sm_{}{}".format(*capability)
-    assert bool(by_name) == (capability < (9, 0)) and rows == "gemm_rows was asked for"
+
+    def why_not(backend):
+        config = FusedCEConfig(logits_backend=backend)
+        return choose.why_not_here(config, hidden, torch.zeros(64, 32, dtype=torch.bfloat16))
+
+    assert bool(why_not("scaled_exp")) == (capability < (9, 0))
+    assert why_not("gemm_rows") == "gemm_rows was asked for"
     if capability > (9, 0):
-        assert chip in auto and "(logits_backend='scaled_exp') tries it: please report" in auto
+        words = "sm_{}{}".format(*capability), "(logits_backend='scaled_exp') tries it: please report"
+        assert all(word in why_not("auto") for word in words)
     else:
-        assert auto == by_name
+        assert why_not("auto") == why_not("scaled_exp")
 
 
 @pytest.mark.skipif(ON_GPU, reason="there it takes bf16, and auto takes it")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib
 import types
 from pathlib import Path
 
@@ -132,30 +133,37 @@ def test_a_copy_of_a_file_is_another(tmp_path):
 
 
 custom_fwd = functools.partial(torch.amp.custom_fwd, device_type="cuda")
+#: In a file of its own: torch.compile takes seconds, which no collection has to wait for.
+DECORATED = """
+import functools, torch
+custom_fwd = functools.partial(torch.amp.custom_fwd, device_type="cuda")
 jit_fuser = torch.compile
-
 
 @custom_fwd
 def custom(x):
     return x
 
-
 @jit_fuser
 def jitted(x):
     return x
+"""
 
 
 @pytest.mark.parametrize("name", ["custom", "jitted"])
-def test_decorators_of_megatrons_are_seen_through(name):
+def test_decorators_of_megatrons_are_seen_through(name, tmp_path, monkeypatch):
     """As many as there are in the source, and nothing that only says what it wraps."""
-    found = globals()[name]
-    assert forms._source_of(found, __name__, name)[1]
+    (tmp_path / f"decorated_{name}.py").write_text(DECORATED)
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module(f"decorated_{name}")
+    found = getattr(module, name)
     inner = getattr(found, "__wrapped__", found)  # of torch.compile, where it is off, none
-    assert forms._source_of(inner, __name__, name)[1]
-    assert not forms._source_of(custom_fwd(jit_fuser(found)), __name__, name)[1]
     lies = custom_fwd(plain)
     lies.__wrapped__ = inner
-    assert not forms._source_of(lies, __name__, name)[1]
+    known = [
+        forms._source_of(one, module.__name__, name)[1]
+        for one in (found, inner, custom_fwd(module.jit_fuser(found)), lies)
+    ]
+    assert known == [True, True, False, False]
 
 
 def test_the_table_has_the_installed_core():

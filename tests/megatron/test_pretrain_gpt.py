@@ -12,6 +12,7 @@ import math
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -137,39 +138,32 @@ def launch(checkout, tmp_path, script, *flags, case="plain"):
     )
 
 
-def exact(output):
-    """What Megatron logged of each iteration, every digit."""
-    found = [line for line in output.splitlines() if line.startswith("[megatron_cpu] exact")]
-    return [json.loads(line.split("exact", 1)[1]) for line in found]
-
-
 def exact_losses(checkout, tmp_path, *flags):
-    """Losses of two iterations of the plain case, and what the launch printed."""
+    """Losses of two iterations of the plain case, every digit, and what the launch printed."""
     run = launch(checkout, tmp_path, f"{checkout}/pretrain_gpt.py", *flags)
     output = run.stdout + run.stderr
     assert run.returncode == 0, output[-3000:]
-    return [line["lm loss"] for line in exact(output)], output
+    lines = [line for line in output.splitlines() if line.startswith("[megatron_cpu] exact")]
+    return [json.loads(line.split("exact", 1)[1])["lm loss"] for line in lines], output
 
 
 @on_checkouts
 def test_pretrain_gpt_with_options_of_the_loss(tmp_path, checkout):
     """127 words padded to 256 at TP 2: the second rank has no column of them."""
-    stock, _ = exact_losses(checkout, tmp_path)
-    flag, _ = exact_losses(checkout, tmp_path, "--fused-chunked-ce")
+    losses = partial(exact_losses, checkout, tmp_path)
+    stock, _ = losses()
+    flag, _ = losses("--fused-chunked-ce")
     assert flag == pytest.approx(stock, rel=1e-6) and len(stock) == 2
-    mode = "--deterministic-mode"
-    assert exact_losses(checkout, tmp_path, "--fused-chunked-ce", mode)[0] == flag
+    assert losses("--fused-chunked-ce", "--deterministic-mode")[0] == flag
     for strategy in ("store", "grad_in_forward", "recompute"):
-        masked, output = exact_losses(
-            checkout, tmp_path, "--fused-chunked-ce", "--fused-ce-mask-padded-vocab",
-            "--fused-ce-strategy", strategy,
-        )  # fmt: skip
+        flags = f"--fused-chunked-ce --fused-ce-mask-padded-vocab --fused-ce-strategy {strategy}"
+        masked, output = losses(*flags.split())
         assert "loss with true_vocab_size" in output
         # Logits of an untrained model are nearly equal.
         assert stock[0] - masked[0] == pytest.approx(math.log(256 / 127), abs=0.03)
         assert masked[1] < masked[0]
     all_of_them = "--fused-ce-label-smoothing 0.1 --fused-ce-z-loss 1e-2 --fused-ce-logit-softcap 5"
-    changed, output = exact_losses(checkout, tmp_path, "--fused-chunked-ce", *all_of_them.split())
+    changed, output = losses("--fused-chunked-ce", *all_of_them.split())
     assert "loss with label_smoothing, z_loss, logit_softcap" in output
     assert changed[0] - stock[0] == pytest.approx(1e-2 * math.log(256) ** 2, abs=0.1)
 

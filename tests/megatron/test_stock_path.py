@@ -9,11 +9,6 @@ import types
 import pytest
 import torch
 
-pytest.importorskip("megatron.core")
-
-import megatron.core.models.common.language_module.language_module  # noqa: F401, which looks at the loss
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-
 from megatron_fused_ce import FusedCEConfig
 from megatron_fused_ce.adapter import arguments, caller, forms, language_module, say, stock_path, switch
 
@@ -30,7 +25,7 @@ class GPTModel:
     """A head, and a loss that takes deferred logits."""
 
     def __init__(self, without: str = "", **config):
-        self.output_layer = ColumnParallelLinear.__new__(ColumnParallelLinear)
+        self.output_layer = megatrons_layer().__new__(megatrons_layer())
         torch.nn.Module.__init__(self.output_layer)
         for name, value in LAYER.items():
             if name != without:
@@ -48,13 +43,27 @@ def in_megatron(function):
     return types.FunctionType(function.__code__, {"__name__": "megatron.core.models"}, argdefs=None)
 
 
-#: What a call of a layer looks at, as Megatron has it.
-OF_LAYER = {
-    **{name: value for name, value in LAYER.items() if name != "weight"},
-    "_forward_impl": types.MethodType(ColumnParallelLinear._forward_impl, object()),
-    **{"output_size_per_partition": 6, "stock_forward": ColumnParallelLinear.forward},
-    "stock_call": types.MethodType(torch.nn.Module.__call__, object()),
-}
+@pytest.fixture(autouse=True, scope="module")
+def learnt():
+    """Megatron is imported where a test runs: it takes seconds."""
+    pytest.importorskip("megatron.core")
+    importlib.import_module("megatron.core.models.common.language_module.language_module")
+    caller.learn_loss(GPTModel.compute_language_model_loss)
+    caller.learn(GPTModel)
+
+
+def megatrons_layer():
+    return importlib.import_module("megatron.core.tensor_parallel.layers").ColumnParallelLinear
+
+
+def of_layer() -> dict[str, object]:
+    """What a call of a layer looks at, as Megatron has it."""
+    return {
+        **{name: value for name, value in LAYER.items() if name != "weight"},
+        "_forward_impl": types.MethodType(megatrons_layer()._forward_impl, object()),
+        **{"output_size_per_partition": 6, "stock_forward": megatrons_layer().forward},
+        "stock_call": types.MethodType(torch.nn.Module.__call__, object()),
+    }
 
 
 class Layer(types.SimpleNamespace):
@@ -66,22 +75,18 @@ class Layer(types.SimpleNamespace):
 
 GPTModel._postprocess = in_megatron(GPTModel._postprocess)
 GPTModel._postprocess.__kwdefaults__ = {"labels": None}
-caller.learn_loss(GPTModel.compute_language_model_loss)
-caller.learn(GPTModel)
 
 
 def test_batch_invariance_is_megatrons():
     """Its mode replaces aten's products and softmax by ones whose sums do not depend on the batch."""
-    assert stock_path.reason_at_build(GPTModel(), None) == ""
-    model = GPTModel()
-    model.output_layer.config = types.SimpleNamespace(batch_invariant_mode=False)
-    assert stock_path.reason_at_build(model, None) == ""
-    model.output_layer.config.batch_invariant_mode = True
-    reason = stock_path.reason_at_build(model, None)
-    assert reason is not None and reason.startswith("--batch-invariant-mode replaces the products")
-    assert at_call(config=model.output_layer.config) == reason
+    model, reasons = GPTModel(), []
+    for mode in (None, False, True):
+        given = {} if mode is None else {"batch_invariant_mode": mode}
+        model.output_layer.config = types.SimpleNamespace(**given)
+        reasons.append(stock_path.reason_at_build(model, None))
+    assert reasons[:2] == ["", ""] and reasons[2].startswith("--batch-invariant-mode replaces the products")
     with pytest.raises(ValueError, match=r"z_loss.*batch-invariant-mode"):
-        stock_path.refuse_options(FusedCEConfig(z_loss=1e-4), reason)
+        stock_path.refuse_options(FusedCEConfig(z_loss=1e-4), reasons[2])
 
 
 @pytest.mark.parametrize("name", list(LAYER))
@@ -113,26 +118,31 @@ def at_build(where, name, value, joined=False):
     return stock_path.reason_at_build(model, arguments, joined)
 
 
-@pytest.mark.parametrize(
-    ("where", "name", "value", "words"),
-    [
-        ("layer", "bias", torch.zeros(1), "has a bias"),
-        ("layer", "gather_output", True, "parallel_output=False"),
-        ("layer", "is_expert", True, "expert layer"),
-        ("layer", "disable_grad_reduce", True, "LoRA"),
-        ("layer", "gtp_remat_size", 2, "gtp_remat"),
-        ("layer", "output_dtype", torch.float16, "--output-logit-dtype"),
-        ("config", "config_logger_dir", "folder", "config logger"),
-        ("arguments", "logits_save_dir", "folder", "--logits-save-dir"),
-        ("arguments", "logits_load_dir", "folder", "--logits-load-dir"),
-        ("arguments", "save_activations_interval", 10, "--save-activations-interval"),
-        ("arguments", "save_dgrads_interval", 10, "--save-dgrads-interval"),
-        ("arguments", "modelopt_enabled", True, "ModelOpt"),
-        ("arguments", "export_kd_teacher_load", "folder", "--export-kd-teacher-load"),
-    ],
-)
+#: Where, which attribute has which value, and words of the reason; none where the value is as by default.
+AT_BUILD = [
+    ("layer", "bias", torch.zeros(1), "has a bias"),
+    ("layer", "gather_output", True, "parallel_output=False"),
+    ("layer", "is_expert", True, "expert layer"),
+    ("layer", "disable_grad_reduce", True, "LoRA"),
+    ("layer", "gtp_remat_size", 2, "gtp_remat"),
+    ("layer", "gtp_remat_size", 1, ""),
+    ("layer", "output_dtype", torch.float16, "--output-logit-dtype"),
+    *(("layer", "output_dtype", dtype, "") for dtype in (torch.bfloat16, torch.float32, None)),
+    ("config", "config_logger_dir", "folder", "config logger"),
+    ("config", "config_logger_dir", "", ""),
+    ("arguments", "logits_save_dir", "folder", "--logits-save-dir"),
+    ("arguments", "logits_load_dir", "folder", "--logits-load-dir"),
+    ("arguments", "save_activations_interval", 10, "--save-activations-interval"),
+    ("arguments", "save_dgrads_interval", 10, "--save-dgrads-interval"),
+    ("arguments", "modelopt_enabled", True, "ModelOpt"),
+    ("arguments", "export_kd_teacher_load", "folder", "--export-kd-teacher-load"),
+]
+
+
+@pytest.mark.parametrize(("where", "name", "value", "words"), AT_BUILD)
 def test_each_reason_at_build(where, name, value, words):
-    assert words in at_build(where, name, value)
+    reason = at_build(where, name, value)
+    assert words in reason and bool(words) == bool(reason)
 
 
 @pytest.mark.parametrize("name", ["modelopt_enabled", "export_kd_teacher_load"])
@@ -162,35 +172,19 @@ def test_a_head_that_waits_for_modelopt_is_not_said_to_stay(monkeypatch):
         language_module.adopt_output_layer(model, options, False)
 
 
-@pytest.mark.parametrize(
-    ("where", "name", "value"),
-    [
-        ("layer", "gtp_remat_size", 1),
-        ("layer", "output_dtype", torch.bfloat16),
-        ("layer", "output_dtype", torch.float32),
-        ("layer", "output_dtype", None),
-        ("config", "config_logger_dir", ""),
-    ],
-)
-def test_what_is_set_as_by_default_is_no_reason(where, name, value):
-    assert at_build(where, name, value) == ""
-
-
 def test_fp32_logits_are_the_heads_own_matter():
     """Megatron's --output-logit-dtype fp32 is served, and contradicts a flag of ours."""
-    layer, rounded = (
-        types.SimpleNamespace(output_dtype=torch.float32),
-        FusedCEConfig(logit_precision="activations"),
-    )
-    assert language_module.of_layer(FusedCEConfig("store"), layer) == FusedCEConfig(
-        "store", logit_precision="fp32"
-    )
-    with pytest.raises(
-        ValueError, match=r"--output-logit-dtype fp32 .logit_dtype. and --fused-ce-logit-precision"
-    ):
-        language_module.of_layer(rounded, layer)
-    for other in (torch.bfloat16, None):
-        assert language_module.of_layer(rounded, types.SimpleNamespace(output_dtype=other)) is rounded
+
+    def of(config, dtype):
+        return language_module.of_layer(config, types.SimpleNamespace(output_dtype=dtype))
+
+    rounded = FusedCEConfig(logit_precision="activations")
+    expected = FusedCEConfig("store", logit_precision="fp32")
+    assert of(FusedCEConfig("store"), torch.float32) == expected
+    words = r"--output-logit-dtype fp32 .logit_dtype. and --fused-ce-logit-precision"
+    with pytest.raises(ValueError, match=words):
+        of(rounded, torch.float32)
+    assert of(rounded, torch.bfloat16) is of(rounded, None) is rounded
 
 
 def hook(*arguments):
@@ -209,7 +203,7 @@ def at_call(hooks=(), hidden=(2, 1, 4), gather_output=False, labels=True, weight
     model = GPTModel()
     weight = torch.zeros(6, 4) if weight is None else weight
     layer = {"sequence_parallel": True, "fused_ce_sequence_parallel": True, **layer}
-    layer = Layer(_forward_hooks=dict(enumerate(hooks)), **{**OF_LAYER, **layer})
+    layer = Layer(_forward_hooks=dict(enumerate(hooks)), **{**of_layer(), **layer})
     model.output_layer = lambda: stock_path.reason_at_call(
         layer, torch.zeros(hidden), weight, gather_output, sys._getframe(1)
     )
@@ -230,7 +224,7 @@ def test_the_heads_of_multi_token_prediction(monkeypatch):
     own.__defaults__ = (None,)
     monkeypatch.setattr(importlib.import_module(module), name, own, raising=False)
     caller.learn(GPTModel)
-    layer = Layer(_forward_hooks={}, fused_ce_sequence_parallel=False, **OF_LAYER)
+    layer = Layer(_forward_hooks={}, fused_ce_sequence_parallel=False, **of_layer())
 
     def head():
         inputs = torch.zeros(2, 1, 4), torch.zeros(6, 4)
@@ -243,25 +237,35 @@ def test_the_heads_of_multi_token_prediction(monkeypatch):
     assert "the loss of this call is" in own(head, not_megatrons)
 
 
-def test_each_reason_at_a_call(monkeypatch):
+#: Of a call: changes, and words of the reason; none where the head is evaluated.
+AT_CALL = [
+    ({}, ""),
+    ({"labels": False}, "called without labels"),
+    ({"hooks": [sharding_hook]}, ""),
+    ({"hooks": [sharding_hook, hook]}, "test_stock_path.hook"),
+    ({"sequence_parallel": False, "fused_ce_sequence_parallel": False}, ""),
+    ({"sequence_parallel": False}, "sequence parallelism off"),
+    ({"gather_output": True}, "runtime_gather_output"),
+    ({"hidden": (2, 4)}, "2 dimensions"),
+    ({"bias": torch.zeros(5)}, "a bias"),
+    ({"_forward_impl": not_megatrons}, "test_stock_path.not_megatrons stands in the place"),
+    ({"config": types.SimpleNamespace(config_logger_dir="folder")}, "config logger"),
+    ({"config": types.SimpleNamespace(batch_invariant_mode=True)}, "--batch-invariant-mode replaces"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), AT_CALL)
+def test_each_reason_at_a_call(change, words):
     """Those of the caller, of its loss and of its scale: tests/parallel/test_seams.py."""
-    assert at_call() == ""
-    assert "called without labels" in at_call(labels=False)
-    with monkeypatch.context() as patch:
-        patch.setattr(switch, "returns_deferred_logits", lambda: True)
-        assert at_call(labels=False) == ""
-    assert at_call(hooks=[sharding_hook]) == ""
-    assert at_call(sequence_parallel=False, fused_ce_sequence_parallel=False) == ""
-    assert "runtime_gather_output" in at_call(gather_output=True)
-    assert "sequence parallelism off" in at_call(sequence_parallel=False)
-    assert "2 dimensions" in at_call(hidden=(2, 4))
-    assert "test_stock_path.hook" in at_call(hooks=[sharding_hook, hook])
-    assert "a bias" in at_call(bias=torch.zeros(5))
-    assert "test_stock_path.not_megatrons stands in the place" in at_call(_forward_impl=not_megatrons)
-    config = types.SimpleNamespace(config_logger_dir="folder")
-    assert "config logger" in at_call(config=config)
+    reason = at_call(**change)
+    assert words in reason and bool(words) == bool(reason)
+
+
+def test_calls_without_a_loss(monkeypatch):
     with torch.inference_mode():
         assert at_call() == "inference mode, and no labels in the model's call"
+    monkeypatch.setattr(switch, "returns_deferred_logits", lambda: True)
+    assert at_call(labels=False) == ""
 
 
 def test_gathered_logits_are_deferred_for_their_log_probs_alone():

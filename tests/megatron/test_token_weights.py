@@ -83,20 +83,28 @@ def nothing_stays():
 
 
 @pytest.mark.parametrize(
-    ("model", "call"),
+    ("of", "call"),
     [
-        (GPT(), lambda model, mask: model(torch.ones(3), labels=labels(), loss_mask=mask)),
-        (Hybrid(), lambda model, mask: model(torch.ones(3), labels=labels(), loss_mask=mask)),
-        (Hybrid(), lambda model, mask: model(torch.ones(3), labels(), mask)),
+        (GPT, lambda model, mask: model(torch.ones(3), labels=labels(), loss_mask=mask)),
+        (Hybrid, lambda model, mask: model(torch.ones(3), labels=labels(), loss_mask=mask)),
+        (Hybrid, lambda model, mask: model(torch.ones(3), labels(), mask)),
         # Combined 1F1B never calls ``forward``.
-        (GPT(), lambda model, mask: model._postprocess(torch.ones(1), labels=labels(), loss_mask=mask)),
+        (GPT, lambda model, mask: model._postprocess(torch.ones(1), labels=labels(), loss_mask=mask)),
     ],
 )
-def test_the_mask_is_found(model, call):
-    mask = torch.rand(B, S)
-    call(model, mask)
-    (found,) = model.found
-    assert found.values.data_ptr() == mask.data_ptr() and found.values.shape == (B, S)
+def test_the_mask_is_found(of, call):
+    """Of each micro-batch in flight its own."""
+    model, masks = of(), [torch.rand(B, S) for _ in range(3)]
+    for mask in masks:
+        call(model, mask)
+    for found, mask in zip(model.found, masks, strict=True):
+        assert found.values.data_ptr() == mask.data_ptr() and found.values.shape == (B, S)
+
+
+def test_a_subclass_that_makes_its_mask():
+    model = MaskByItself()
+    model(torch.ones(3), labels=labels())
+    assert torch.equal(model.found[0].values, torch.ones(B, S))
 
 
 def test_only_the_main_loss_gets_it():
@@ -123,20 +131,11 @@ def test_unknown(model, mask, reason):
     assert reason in model.found[0].unknown
 
 
-@pytest.mark.parametrize(
-    ("dtype", "expected"),
-    [
-        (torch.float32, torch.float32),
-        (torch.bfloat16, torch.bfloat16),
-        (torch.float64, torch.float64),
-        (torch.bool, torch.float32),
-        (torch.int64, torch.float32),
-    ],
-)
-def test_dtypes_of_masks(dtype, expected):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.bool, torch.int64])
+def test_dtypes_of_masks(dtype):
     model, mask = GPT(), torch.tensor([[1, 0, 1, 1, 0]] * B).to(dtype)
     model(torch.ones(3), labels=labels(), loss_mask=mask)
-    assert model.found[0].values.dtype == expected
+    assert model.found[0].values.dtype == (dtype if dtype.is_floating_point else torch.float32)
     assert torch.equal(model.found[0].values.bool(), mask.bool())
 
 
@@ -146,38 +145,18 @@ def test_no_gradient_flows_into_the_mask():
     assert not model.found[0].values.requires_grad
 
 
-def test_a_subclass_that_makes_its_mask():
-    model = MaskByItself()
-    model(torch.ones(3), labels=labels())
-    assert torch.equal(model.found[0].values, torch.ones(B, S))
-
-
-def test_a_teacher_inside_the_student():
-    """Each model finds its own mask, though both see the same labels."""
-    shared, for_student, for_teacher = labels(), torch.rand(B, S), torch.rand(B, S)
-    teacher = GPT()
-    student = GPT(before_loss=lambda: teacher(torch.ones(3), labels=shared, loss_mask=for_teacher))
-    student(torch.ones(3), labels=shared, loss_mask=for_student)
-    assert torch.equal(teacher.found[0].values, for_teacher)
-    assert torch.equal(student.found[0].values, for_student)
-
-    silent = GPT()
-    student.before_loss = lambda: silent(torch.ones(3), labels=shared)
-    student(torch.ones(3), labels=shared, loss_mask=for_student)
-    assert silent.found[0].values is None
-    assert torch.equal(student.found[1].values, for_student)
-
-    unseen = OldMamba()
-    student.before_loss = lambda: unseen(torch.ones(3), labels=shared)
-    student(torch.ones(3), labels=shared, loss_mask=for_student)
-    assert unseen.found[0].values is None  # not the student's
-
-
-def test_micro_batches_in_flight_keep_their_masks():
-    model, masks = GPT(), [torch.rand(B, S) for _ in range(3)]
-    for mask in masks:
-        model(torch.ones(3), labels=labels(), loss_mask=mask)
-    assert all(torch.equal(found.values, mask) for found, mask in zip(model.found, masks, strict=True))
+@pytest.mark.parametrize("inner", [GPT, OldMamba])
+@pytest.mark.parametrize("of_teacher", [None, torch.rand(B, S)])
+def test_a_teacher_inside_the_student(inner, of_teacher):
+    """Each model finds its own mask or none, though both see the same labels."""
+    shared, of_student, teacher = labels(), torch.rand(B, S), inner()
+    given = {} if of_teacher is None or inner is OldMamba else {"loss_mask": of_teacher}
+    student = GPT(before_loss=lambda: teacher(torch.ones(3), labels=shared, **given))
+    student(torch.ones(3), labels=shared, loss_mask=of_student)
+    assert teacher.found[0].values is given.get("loss_mask") or torch.equal(
+        teacher.found[0].values, of_teacher
+    )
+    assert torch.equal(student.found[0].values, of_student)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

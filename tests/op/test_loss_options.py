@@ -20,7 +20,6 @@ from megatron_fused_ce import (
     fused_linear_topk_distillation,
     losses,
 )
-from megatron_fused_ce.logits.choose import choose
 from megatron_fused_ce.planner import choose as planner
 from megatron_fused_ce.rl import token_log_probs
 from megatron_fused_ce.scripts.lib import gloo
@@ -32,7 +31,7 @@ from megatron_fused_ce.scripts.lib.reference import (
     relative_error,
 )
 from tests.support.losses import problem
-from tests.support.op import DTYPES, EXP_DTYPE, HAS_EXP, STRATEGIES, captured, run
+from tests.support.op import DTYPES, STRATEGIES, captured, run
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -47,26 +46,21 @@ def test_in_a_graph(name, dtype, strategy):
     options = {**LOSS_OPTIONS, "none": {}}[name]
     inputs = problem("odd-labels", dtype, "cuda", options=options, hidden_size=64, vocab=328)
     config = replace(inputs.config, strategy=strategy, num_chunks=4, skip_masked=True)
-    whole = replace(config, skip_masked=False)
-    expected = run(inputs, whole)
+    expected = run(inputs, replace(config, skip_masked=False))
     these = (inputs.hidden, inputs.weight, inputs.labels, inputs.grad_loss)
-    hidden, weight, labels, upstream = (tensor.flip(0) for tensor in these)
+    static = hidden, weight, labels, upstream = [tensor.flip(0) for tensor in these]
     hidden.requires_grad_(), weight.requires_grad_()
 
     def iteration():
-        hidden.grad = weight.grad = None
         loss = fused_linear_cross_entropy(hidden, weight, labels, token_weights=upstream / 1.5, config=config)
-        loss.backward(upstream)
-        return loss.detach()
+        return loss.detach(), *torch.autograd.grad(loss, (hidden, weight), upstream)
 
-    graph, loss = captured(iteration)
+    graph, made = captured(iteration)
     with torch.no_grad():
-        for static, this in zip((hidden, weight, labels, upstream), these, strict=True):
-            static.copy_(this)
+        for of_graph, this in zip(static, these, strict=True):
+            of_graph.copy_(this)
     graph.replay()
-    assert torch.equal(loss, expected.loss)
-    assert torch.equal(hidden.grad, expected.grad_hidden)
-    assert torch.equal(weight.grad, expected.grad_weight)
+    assert all(map(torch.equal, made, expected))
 
 
 @pytest.mark.parametrize("name", LOSS_OPTIONS)
@@ -218,55 +212,16 @@ def test_an_ignored_token_takes_no_upstream(strategy, device):
     assert not made.grad_hidden[::2].any()
 
 
-def test_z_loss_stationary_point(device):
-    """At lse = -1 / (2 * z_loss) the softmax's part vanishes and the label's is left."""
-    inputs = problem("plain", torch.float32, device, options={"z_loss": 0.125})
-    hidden = inputs.hidden.clone()
-    hidden[..., 0] = 1.0
-    inputs.weight[:, 0] = 0.0
-    lse = (hidden.double() @ inputs.weight.double().t()).logsumexp(-1)
-    inputs.weight[:, 0] = (-4.0 - lse.mean()).float()
-    inputs = replace(inputs, hidden=hidden)
-    assert_close(run(inputs, inputs.config), inputs)
-
-
-@pytest.mark.skipif(not HAS_EXP, reason="needs Hopper or newer")
-@pytest.mark.parametrize("name", LOSS_OPTIONS)
-def test_what_the_scaled_exp_gemm_serves(name, device):
-    """All but label smoothing, whose share of the gradient is no multiple of E."""
-    config = FusedCEConfig(**LOSS_OPTIONS[name])
-    inputs = make_inputs("plain", s=8, b=1, hidden_size=32, vocab=64, dtype=EXP_DTYPE, device=device)
-    flat = inputs.hidden.flatten(0, 1)
-    by_name = replace(config, logits_backend="scaled_exp")
-    if config.label_smoothing:
-        with pytest.raises(ValueError, match="cannot make the delta of LabelSmoothing"):
-            choose(by_name, flat, inputs.weight)
-    else:
-        for config in (by_name, replace(by_name, logit_precision="fp32")):
-            chosen, _ = choose(config, flat, inputs.weight)
-            assert chosen.name == "scaled_exp" and not chosen.saves_logits
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_logits_rounded_as_a_plain_layer_rounds_them(dtype, device):
-    """Losses are then bit-close to those of the logits that a linear layer of that dtype writes."""
-    inputs = problem("plain", dtype, device)
-    config = FusedCEConfig(logit_precision="activations", num_chunks=1)
-    logits = inputs.hidden.flatten(0, 1) @ inputs.weight.t()
-    labels = inputs.labels.t().flatten()
-    plain = F.cross_entropy(logits.float(), labels, reduction="none").view(23, 3).t()
-    torch.testing.assert_close(run(inputs, config).loss, plain, rtol=1e-6, atol=1e-6)
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_logits_that_are_never_rounded(dtype, strategy, device):
-    """Losses are those of fp32 logits, as gradients are to the operands' dtype."""
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("precision", ["activations", "fp32"])
+def test_precision_of_logits(precision, dtype, strategy, device):
+    """Losses are those of what a plain layer of that dtype writes, or of logits that are never rounded."""
     inputs = problem("plain", dtype, device)
-    config = FusedCEConfig(strategy, logit_precision="fp32", num_chunks=4)
-    logits = inputs.hidden.flatten(0, 1).float() @ inputs.weight.float().t()
-    labels = inputs.labels.t().flatten()
-    plain = F.cross_entropy(logits, labels, reduction="none").view(23, 3).t()
-    result = run(inputs, config)
+    x, weight = inputs.hidden.flatten(0, 1), inputs.weight
+    logits = x.float() @ weight.float().t() if precision == "fp32" else (x @ weight.t()).float()
+    plain = F.cross_entropy(logits, inputs.labels.t().flatten(), reduction="none").view(23, 3).t()
+    num_chunks = 4 if precision == "fp32" else 1
+    result = run(inputs, FusedCEConfig(strategy, logit_precision=precision, num_chunks=num_chunks))
     torch.testing.assert_close(result.loss, plain, rtol=2e-6, atol=2e-6)
     assert_close(result, inputs)

@@ -50,13 +50,8 @@ AXES = {
 
 def refusal(loss: Loss, strategy: str) -> str:
     """Why the scaled-exp GEMM does not serve, in its words; or empty."""
-    options, terms = loss.options, loss.terms or {}
-    if (
-        loss.entries
-        or loss.num_labels
-        or "label_smoothing" in options
-        or any("delta" in term.gives for term in terms.values())
-    ):
+    options, beyond = loss.options, loss.entries or loss.num_labels or "label_smoothing" in loss.options
+    if beyond or any("delta" in term.gives for term in (loss.terms or {}).values()):
         return "epilogue cannot make"
     saves = strategy in ("store", "mixed", "grad_in_forward") and len(loss.with_gradient) > 1
     return "beside a softcap" if saves and "logit_softcap" in options and loss.beside != ("log_prob",) else ""
@@ -126,8 +121,8 @@ def test_outputs_are_the_callers_own(strategy, device):
     hidden, weight = torch.randn(6, 8, device=device), torch.randn(9, 8, device=device).requires_grad_()
     labels, w = torch.arange(6, device=device), torch.rand(6, device=device)
     terms = {"loss": Itself(), "ce": losses.CrossEntropy(), "metric": losses.CrossEntropy(), "mae": Itself()}
-    config = FusedCEConfig(strategy=strategy)
-    made = fused_linear_loss(hidden, weight, labels, terms, token_weights=w, config=config)
+    more = {"token_weights": w, "config": FusedCEConfig(strategy=strategy)}
+    made = fused_linear_loss(hidden, weight, labels, terms, **more)
     with torch.no_grad():
         made["mae"].mul_(100), made["metric"].mul_(7)
     (made["loss"].mul_(w).sum() + made["ce"].sum()).backward()
@@ -139,9 +134,9 @@ def test_outputs_are_the_callers_own(strategy, device):
 
 def test_an_ignored_first_output_without_a_label(device):
     hidden, weight = torch.randn(4, 8, device=device), torch.randn(9, 8, device=device).requires_grad_()
-    terms, config = {"e": losses.Entropy()}, FusedCEConfig(ignore_index=1, strategy="grad_in_forward")
-    labels, w = torch.arange(4, device=device), torch.ones(4, device=device)
-    made = fused_linear_loss(hidden, weight, labels, terms, token_weights=w, config=config)["e"]
+    config = FusedCEConfig(ignore_index=1, strategy="grad_in_forward")
+    given = hidden, weight, torch.arange(4, device=device), {"e": losses.Entropy()}
+    made = fused_linear_loss(*given, token_weights=torch.ones(4, device=device), config=config)["e"]
     made.sum().backward()
     plain = weight.detach().double().requires_grad_()
     log_p = (hidden.double() @ plain.t()).log_softmax(-1)
@@ -153,10 +148,8 @@ def test_an_ignored_first_output_without_a_label(device):
 def test_an_output_alone_meets_no_slope_of_the_loss(device):
     """A sure token: the loss has a slope of inf there, and no upstream gradient."""
     hidden = torch.tensor([[200.0, 0.0], [0.0, 1.0]], device=device, requires_grad=True)
-    labels, terms = (
-        torch.tensor([[1, 0], [1, 0]], device=device),
-        {"loss": Unlikelihood(), "lp": losses.LogProbs()},
-    )
+    labels = torch.tensor([[1, 0], [1, 0]], device=device)
+    terms = {"loss": Unlikelihood(), "lp": losses.LogProbs()}
     made = fused_linear_loss(hidden, torch.eye(2, device=device), labels, terms)
     made["lp"].sum().backward()
     assert hidden.grad.isfinite().all() and hidden.grad.any()
@@ -211,12 +204,10 @@ def test_fp16_counts_the_upstreams_of_a_token_once(k, device):
     upstream, grads = torch.randn(3, k, device=device), []
     for dtype in (torch.float16, torch.float64):
         operands = [x.detach().to(dtype).requires_grad_() for x in (hidden, weight)]
+        made = (operands[0] @ operands[1].t()).log_softmax(-1).gather(1, ids)
         if dtype == torch.float16:
-            made = fused_linear_loss(*operands, ids, {"loss": losses.CrossEntropy(), "x": losses.LogProbs()})[
-                "x"
-            ]
-        else:
-            made = (operands[0] @ operands[1].t()).log_softmax(-1).gather(1, ids)
+            terms = {"loss": losses.CrossEntropy(), "x": losses.LogProbs()}
+            made = fused_linear_loss(*operands, ids, terms)["x"]
         grads.append(torch.autograd.grad(made, operands, upstream.to(made.dtype)))
     for ours, true in zip(*grads, strict=True):
         assert relative_error(ours, true) < 1e-3
@@ -227,14 +218,9 @@ def test_a_teachers_shares_of_any_sum_stay_finite_in_fp16(strategy, device):
     weight = torch.randn(40, 16, device=device, dtype=torch.float16, requires_grad=True)
     hidden = torch.randn(6, 16, device=device, dtype=torch.float16, requires_grad=True)
     ids = torch.randint(0, 40, (6, 1), device=device).expand(6, 512)
-    made = fused_linear_topk_distillation(
-        hidden,
-        weight,
-        ids,
-        torch.zeros(6, 512, device=device),
-        token_weights=torch.ones(6, device=device),
-        config=FusedCEConfig(strategy),
-    )
+    given = hidden, weight, ids, torch.zeros(6, 512, device=device)
+    weights = torch.ones(6, device=device)
+    made = fused_linear_topk_distillation(*given, token_weights=weights, config=FusedCEConfig(strategy))
     (made / 512).sum().backward()
     plain = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     true = torch.autograd.grad(-(plain[0] @ plain[1].t()).log_softmax(-1).gather(1, ids[:, :1]).sum(), plain)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy
-from megatron_fused_ce.head import loop
 from megatron_fused_ce.scripts.lib.reference import (
     HeadInputs,
-    HeadResult,
     assert_close,
     make_inputs,
     relative_error,
@@ -41,60 +40,33 @@ def test_any_chunking(chunking, strategy, device):
 
 
 @pytest.mark.parametrize("flat", [False, True])
-@pytest.mark.parametrize(("s", "b", "hidden_size", "vocab"), [(1, 1, 1, 1), (5, 1, 3, 2), (2, 9, 8, 1)])
-def test_smallest_shapes(s, b, hidden_size, vocab, flat, device):
-    inputs = plain(device, s=s, b=b, hidden_size=hidden_size, vocab=vocab)
-    result = run(inputs, FusedCEConfig(chunk_tokens=2), flat=flat)
-    if vocab == 1:  # a certain token: loss and gradients are exactly 0
-        assert all(part.abs().max() == 0 for part in result)
-    else:
-        assert_close(result, inputs)
+def test_a_single_class(flat, device):
+    """A certain token: loss and gradients are exactly 0."""
+    for s, b, hidden_size in ((1, 1, 1), (2, 9, 8)):
+        inputs = plain(device, s=s, b=b, hidden_size=hidden_size, vocab=1)
+        assert not any(part.any() for part in run(inputs, FusedCEConfig(chunk_tokens=2), flat=flat))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_empty_batch(strategy, device):
-    hidden = torch.empty(0, 2, 8, device=device, requires_grad=True)
-    weight = torch.randn(11, 8, device=device, requires_grad=True)
-    labels = torch.empty(2, 0, dtype=torch.int64, device=device)
-    more = weights_for(strategy, torch.empty(2, 0, device=device))
-    loss = fused_linear_cross_entropy(hidden, weight, labels, config=FusedCEConfig(strategy), **more)
-    assert loss.shape == (2, 0)
-    loss.sum().backward()
-    assert hidden.grad.shape == hidden.shape
-    assert torch.equal(weight.grad, torch.zeros_like(weight))
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("needs", [(True, False), (False, True)], ids=["hidden", "weight"])
-def test_frozen_operand(needs, strategy, device):
-    """A frozen operand gets no gradient and costs no product."""
-    inputs = plain(device)
-    hidden, weight = leaves(inputs, needs)
-    config = FusedCEConfig(strategy=strategy, num_chunks=3, logits_backend="gemm_rows")
-    more = weights_for(strategy, inputs.grad_loss)
-    with gemm_flops() as flops:
-        loss = fused_linear_cross_entropy(hidden, weight, inputs.labels, config=config, **more)
-        loss.backward(inputs.grad_loss)
-    of_one = 2 * inputs.labels.numel() * weight.numel()
-    assert flops.get_total_flops() == of_one * (3 if strategy == "recompute" else 2)
-    assert (hidden.grad is not None, weight.grad is not None) == needs
-    for made, true in zip((hidden.grad, weight.grad), truth(inputs)[1:], strict=True):
-        assert made is None or relative_error(made, true) < 2e-6
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_evaluation_is_the_forward_alone(strategy, device, monkeypatch):
-    """One product a chunk and no buffer of a gradient; the token weights need not be known."""
+@pytest.mark.parametrize("needs", [(True, False), (False, True), (False, False)], ids=str)
+def test_frozen_operands(needs, strategy, device):
+    """One gets no gradient and costs no product; without both the token weights need not be known."""
     inputs = plain(device, s=32)
-    hidden, weight = leaves(inputs)
-    for made_for_gradients in ("GradHidden", "GradWeight"):
-        monkeypatch.delattr(loop, made_for_gradients)
+    operands = leaves(inputs, needs)
     config = FusedCEConfig(strategy=strategy, num_chunks=4, logits_backend="gemm_rows")
-    with torch.no_grad(), gemm_flops() as flops:
-        loss = fused_linear_cross_entropy(hidden, weight, inputs.labels, config=config)
-    assert loss.grad_fn is None
-    assert relative_error(loss, truth(inputs).loss) < 2e-6
-    assert flops.get_total_flops() == 2 * inputs.labels.numel() * weight.numel()
+    more = weights_for(strategy, inputs.grad_loss) if any(needs) else {}
+    with gemm_flops() as flops:
+        loss = fused_linear_cross_entropy(*operands, inputs.labels, config=config, **more)
+        if any(needs):
+            loss.backward(inputs.grad_loss)
+    of_one = 2 * inputs.labels.numel() * inputs.weight.numel()
+    products = 1 + any(needs) * (2 if strategy == "recompute" else 1)
+    assert flops.get_total_flops() == of_one * products and loss.requires_grad == any(needs)
+    exact = truth(inputs)
+    assert relative_error(loss.detach(), exact.loss) < 2e-6
+    for operand, needed, true in zip(operands, needs, exact[1:], strict=True):
+        assert (operand.grad is not None) == needed
+        assert not needed or relative_error(operand.grad, true) < 2e-6
 
 
 @pytest.mark.parametrize("stored", [0, 1, 3, 4])
@@ -129,22 +101,15 @@ def test_grad_weight_does_not_lose_precision_with_chunks(device):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_confident_tokens_keep_their_gradient(strategy, device):
     """fp32, 1 - p = 3e-13: a subtraction p - 1 would give 0; the loss stays positive."""
-    vocab, hidden_size, gap = 64, 8, 33.0
-    weight = torch.zeros(vocab, hidden_size, device=device)
-    weight[5, 0] = gap
-    weight.requires_grad_()
-    hidden = torch.zeros(4, 1, hidden_size, device=device)
-    hidden[..., 0] = 1.0
-    hidden.requires_grad_()
-    labels = torch.full((1, 4), 5, device=device)
-    more = weights_for(strategy, torch.ones(1, 4, device=device))
+    vocab, gap = 64, 33.0
+    hidden, weight = torch.zeros(4, 1, 8, device=device), torch.zeros(vocab, 8, device=device)
+    hidden[..., 0], weight[5, 0] = 1.0, gap
+    labels, ones = torch.full((1, 4), 5, device=device), torch.ones(1, 4, device=device)
     config = FusedCEConfig(strategy=strategy, num_chunks=2)
-    loss = fused_linear_cross_entropy(hidden, weight, labels, config=config, **more)
-    loss.sum().backward()
+    loss, _, grad_weight = run(HeadInputs(hidden, weight, labels, ones), config)
     miss = (vocab - 1) * math.exp(-gap)
     torch.testing.assert_close(loss, torch.full_like(loss, math.log1p(miss)), rtol=1e-4, atol=0)
-    got = weight.grad[5, 0].item()
-    assert got == pytest.approx(-4 * miss / (1 + miss), rel=1e-4)
+    assert grad_weight[5, 0].item() == pytest.approx(-4 * miss / (1 + miss), rel=1e-4)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -154,38 +119,6 @@ def test_bad_hidden_states_give_nan_like_stock(bad, strategy, device):
     inputs.hidden[2, 0, 3] = bad
     loss = run(inputs, FusedCEConfig(strategy=strategy, num_chunks=2)).loss
     assert torch.isnan(loss[0]).tolist() == [False, False, True, False]
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_column_major_hidden_states(strategy, device):
-    """Gradients are rows whatever the hidden states' layout: kernels scale them row by row."""
-    inputs = plain(device, s=10, b=4)
-    flat = inputs.hidden.flatten(0, 1).t().contiguous().t().requires_grad_()
-    weight = inputs.weight.clone().requires_grad_()
-    upstream = inputs.grad_loss.t().flatten()
-    config = FusedCEConfig(strategy, num_chunks=3, logits_backend="gemm_rows")
-    loss = fused_linear_cross_entropy(
-        flat, weight, inputs.labels.t().flatten(), config=config, **weights_for(strategy, upstream)
-    )
-    loss.backward(upstream)
-    made = HeadResult(loss.detach().view(10, 4).t(), flat.grad.view(10, 4, 16), weight.grad)
-    assert_close(made, inputs)
-
-
-def test_autocast(device):
-    """Under autocast fp32 parameters are used in its dtype, as torch's own linear does."""
-    inputs = plain(device, torch.bfloat16, s=10, b=4)
-    # What bf16 rounds to the inputs, and fp32 does not.
-    hidden = (inputs.hidden.float() * (1 + 2.0**-12)).requires_grad_()
-    weight = (inputs.weight.float() * (1 - 2.0**-12)).requires_grad_()
-    config = FusedCEConfig(num_chunks=3)
-    with torch.autocast(device.type, torch.bfloat16):
-        loss = fused_linear_cross_entropy(hidden, weight, inputs.labels, config=config)
-    of_rounded = fused_linear_cross_entropy(inputs.hidden, inputs.weight, inputs.labels, config=config)
-    assert torch.equal(loss, of_rounded)
-    loss.backward(inputs.grad_loss)
-    assert weight.grad.dtype == torch.float32
-    assert_close(HeadResult(loss.detach(), hidden.grad, weight.grad), inputs)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -259,37 +192,30 @@ class WeightCasts(TorchDispatchMode):
 def test_autocast_copies_the_weight_once(device):
     """As of torch's own linear: one copy for all calls while the context is on, and none is stale after."""
     inputs = plain(device, torch.bfloat16, s=10, b=4)
-    hidden = inputs.hidden.float()
-    weight = torch.nn.Parameter(inputs.weight.float())
+    hidden, weight = inputs.hidden.float(), torch.nn.Parameter(inputs.weight.float())
+    linear, autocast = torch.nn.functional.linear, partial(torch.autocast, device.type, torch.bfloat16)
 
     def loss():
         return fused_linear_cross_entropy(hidden, weight, inputs.labels, config=FusedCEConfig(num_chunks=3))
 
-    with WeightCasts(weight) as casts, torch.autocast(device.type, torch.bfloat16):
+    with WeightCasts(weight) as casts, autocast():
         with torch.inference_mode():
             loss()
         with torch.no_grad():
             evaluated = loss()
-        torch.nn.functional.linear(hidden, weight)
+        linear(hidden, weight)
         made = loss() + loss()
     assert casts.count == 1
     made.backward(inputs.grad_loss)
-    (twice,) = torch.autograd.grad(
-        fused_linear_cross_entropy(
-            inputs.hidden, leaf := inputs.weight.clone().requires_grad_(), inputs.labels
-        ),
-        leaf,
-        2 * inputs.grad_loss,
-    )
-    assert relative_error(weight.grad, twice.double()) < 1e-2
+    assert relative_error(weight.grad, 2 * truth(inputs).grad_weight) < 1e-2
     weight.data.mul_(2)  # bumps no version
-    with torch.autocast(device.type, torch.bfloat16):
+    with autocast():
         assert (loss() - evaluated).abs().max() > 0.1
     weight.data.mul_(0.5)
-    with WeightCasts(weight) as casts, torch.autocast(device.type, torch.bfloat16), torch.no_grad():
-        torch.nn.functional.linear(hidden, weight)  # torch caches it, and it carries no gradient
+    with autocast(), torch.no_grad():
+        linear(hidden, weight)  # torch caches it, and it carries no gradient
         with torch.enable_grad():
             assert torch.autograd.grad(loss().sum(), weight)[0].abs().max() > 0
-    with WeightCasts(weight) as casts, torch.autocast(device.type, torch.bfloat16, cache_enabled=False):
+    with WeightCasts(weight) as casts, autocast(cache_enabled=False):
         torch.testing.assert_close(loss() + loss(), made)
     assert casts.count == 2

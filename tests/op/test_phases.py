@@ -24,19 +24,12 @@ EXPECTED = {
 def step(strategy, device, wait=lambda: None, inputs=None):
     """Loss and gradients of one call; ``wait`` is called between forward and backward."""
     if inputs is None:
-        inputs = make_inputs(
-            "odd-labels", s=12, b=2, hidden_size=16, vocab=40, dtype=torch.float32, device=device
-        )
+        sizes = {"s": 12, "b": 2, "hidden_size": 16, "vocab": 40}
+        inputs = make_inputs("odd-labels", **sizes, dtype=torch.float32, device=device)
     hidden, weight = inputs.hidden.requires_grad_(), inputs.weight.requires_grad_()
-    made = linear_cross_entropy(
-        Call(
-            hidden,
-            weight,
-            inputs.labels,
-            token_weights=inputs.grad_loss if strategy == "grad_in_forward" else None,
-            config=FusedCEConfig(strategy=strategy, num_chunks=3),
-        )
-    )
+    config = FusedCEConfig(strategy=strategy, num_chunks=3)
+    weights = inputs.grad_loss if strategy == "grad_in_forward" else None
+    made = linear_cross_entropy(Call(hidden, weight, inputs.labels, token_weights=weights, config=config))
     wait()
     made.loss.backward(inputs.grad_loss)
     return made.loss.detach(), hidden.grad, weight.grad
@@ -81,9 +74,8 @@ def test_a_failed_phase_stops_nothing():
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_host_waits_for_nothing_on_a_gpu(strategy, device):
     # Made before, since their copies to the device wait.
-    inputs = make_inputs(
-        "odd-labels", s=2048, b=2, hidden_size=16, vocab=32768, dtype=torch.bfloat16, device=device
-    )
+    sizes = {"s": 2048, "b": 2, "hidden_size": 16, "vocab": 32768}
+    inputs = make_inputs("odd-labels", **sizes, dtype=torch.bfloat16, device=device)
     step(strategy, device, inputs=inputs)  # compiles
     torch.cuda.set_sync_debug_mode("error")
     try:

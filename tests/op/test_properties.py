@@ -117,16 +117,9 @@ def test_outputs_beside_the_loss(problem, names):
 
 #: A softcap, one temperature for all tokens, and labels of no class.
 OUTSIDE = DrawnProblem(
-    seed=1,
-    s=5,
-    b=2,
-    hidden_size=8,
-    shards=(19,),
-    dtype=torch.float32,
-    labels="some outside",
-    temperature="number",
-    config=FusedCEConfig(strategy="store", logit_softcap=2.0),
-)
+    seed=1, s=5, b=2, hidden_size=8, shards=(19,), dtype=torch.float32, labels="some outside",
+    temperature="number", config=FusedCEConfig(strategy="store", logit_softcap=2.0),
+)  # fmt: skip
 
 
 @share(0.1)
@@ -290,11 +283,8 @@ def test_one_way_against_another(problem, other, order):
     assert all(same_bits(made[name], again[name]) for name in made)
 
     cut = {name: getattr(other.config, name) for name in ("strategy", "num_chunks", "chunk_tokens")}
-    otherwise = replace(
-        problem,
-        config=replace(problem.config, **cut),
-        **{name: getattr(other, name) for name in ("strides", "flat", "int32", "main_grad")},
-    )
+    layout = {name: getattr(other, name) for name in ("strides", "flat", "int32", "main_grad")}
+    otherwise = replace(problem, config=replace(problem.config, **cut), **layout)
     another = run(otherwise, loss_of)
     assert_same_losses(made["loss"], another["loss"], inputs)
     check(otherwise, another, definition(otherwise))

@@ -76,14 +76,9 @@ def run(device: torch.device, strategy: str, group=None, rank: int = 0, size: in
     inputs = make_inputs("plain", **sizes, dtype=torch.bfloat16, device=device)
     hidden = inputs.hidden.clone().requires_grad_()
     weight = inputs.weight.chunk(size)[rank].clone().requires_grad_()
-    loss = fused_linear_cross_entropy(
-        hidden,
-        weight,
-        inputs.labels,
-        tp_group=group,
-        token_weights=inputs.grad_loss,
-        config=FusedCEConfig(strategy=strategy, num_chunks=4, **settings),
-    )
+    config = FusedCEConfig(strategy=strategy, num_chunks=4, **settings)
+    more = {"tp_group": group, "token_weights": inputs.grad_loss, "config": config}
+    loss = fused_linear_cross_entropy(hidden, weight, inputs.labels, **more)
     loss.backward(inputs.grad_loss)
     return loss.detach(), hidden.grad, weight.grad
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from megatron_fused_ce import FusedCEConfig
 from megatron_fused_ce.logits import rows_torch
@@ -16,7 +15,7 @@ from megatron_fused_ce.planner import choose, memory
 from megatron_fused_ce.rl import token_log_probs
 from megatron_fused_ce.scripts.lib.live_storages import LiveStorages
 from megatron_fused_ce.scripts.lib.reference import FLOOR, make_inputs, plain_several, relative_error
-from tests.support.op import rows_by
+from tests.support.op import leaves, rows_by
 
 SIZES = {"s": 12, "b": 2, "hidden_size": 16, "vocab": 53}
 #: Of log-probabilities in every dtype: they come from fp32 sums of products.
@@ -72,22 +71,42 @@ CASES: dict[str, tuple[str, torch.dtype, int, FusedCEConfig, Any]] = {
 }
 
 
+class Made(NamedTuple):
+    log_prob: torch.Tensor
+    entropy: torch.Tensor | None
+    grad_hidden: torch.Tensor
+    grad_weight: torch.Tensor
+
+
+def step(inputs, labels, upstream, of_entropy=None, **options) -> Made:
+    """Values, and gradients of both where the entropy has an upstream gradient."""
+    operands = leaves(inputs)
+    entropy = "none" if of_entropy is None else "differentiable"
+    made = token_log_probs(*operands, labels, entropy=entropy, **options)
+    outputs, upstreams = [made.log_prob, made.entropy], [upstream, of_entropy]
+    kept = 1 if of_entropy is None else 2
+    grads = torch.autograd.grad(outputs[:kept], operands, upstreams[:kept])
+    return Made(made.log_prob.detach(), None if made.entropy is None else made.entropy.detach(), *grads)
+
+
+def plain(device, dtype=torch.float32, kind="plain", **sizes):
+    return make_inputs(kind, **{**SIZES, **sizes}, dtype=dtype, device=device)
+
+
 @pytest.mark.parametrize("strategy", ["store", "recompute"])
 @pytest.mark.parametrize("case", CASES)
 def test_against_fp64(case, strategy, device):
     """And the entropy beside them, whose gradient reaches the same entries."""
     kind, dtype, count, config, temperature = CASES[case]
-    inputs = make_inputs(kind, **SIZES, dtype=dtype, device=device)
+    inputs = plain(device, dtype, kind)
     labels = several(inputs, count)
     upstream, of_entropy = upstream_of(labels), 0.3 * inputs.grad_loss
     per_token = torch.full_like(inputs.grad_loss, 1.0 if temperature == "per token" else temperature)
     if temperature == "per token":
         temperature = per_token = inputs.grad_loss.abs() + 0.5
-    hidden, weight = inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
-    options = {"temperature": temperature, "config": replace(config, strategy=strategy, num_chunks=3)}
+    config = replace(config, strategy=strategy, num_chunks=3)
     with rows_by("triton" if case == "triton" else "auto"):
-        made = token_log_probs(hidden, weight, labels, entropy="differentiable", **options)
-    torch.autograd.backward([made.log_prob, made.entropy], [upstream, of_entropy])
+        made = step(inputs, labels, upstream, of_entropy, temperature=temperature, config=config)
     # Eager's logits from GEMMs of the head's shape: for logits of 300 in fp32 the order of a GEMM's sums
     # decides over the entropy's error, which is then 1e-6 to 1.1e-5, eager's and the head's alike.
     inputs = replace(inputs, config=config, temperature=per_token, logit_scale=config.logit_scale, gemms=3)
@@ -97,28 +116,24 @@ def test_against_fp64(case, strategy, device):
     assert made.log_prob.shape == labels.shape and made.log_prob.dtype == torch.float32
     given = labels != -1
     assert (made.log_prob[~given] == -torch.inf).all()
-    assert relative_error(made.log_prob.detach()[given], exact[0][given]) < OF_VALUES
-    assert relative_error(made.entropy.detach(), exact[1]) < max(
-        OF_VALUES, 2 * relative_error(eager[1], exact[1]) * (dtype == torch.float32)
-    )
-    for ours, rough, true in zip((hidden.grad, weight.grad), eager[2:], exact[2:], strict=True):
+    assert relative_error(made.log_prob[given], exact[0][given]) < OF_VALUES
+    of_eager = 2 * relative_error(eager[1], exact[1]) * (dtype == torch.float32)
+    assert relative_error(made.entropy, exact[1]) < max(OF_VALUES, of_eager)
+    for ours, rough, true in zip(made[2:], eager[2:], exact[2:], strict=True):
         assert relative_error(ours, true) < max(FLOOR[dtype], 2 * relative_error(rough, true))
 
 
 @pytest.mark.parametrize("kind", ["peaked", "odd-labels", "wide"])
 @pytest.mark.parametrize("zero_unknown", [False, True])
 def test_one_label_is_the_single_label_path(kind, zero_unknown, device):
-    inputs = make_inputs(kind, **SIZES, dtype=torch.float32, device=device)
+    inputs = plain(device, kind=kind)
     inputs.labels[inputs.labels == -1] = 60  # -1 is an empty entry here
-    found = []
-    for labels in (inputs.labels, inputs.labels.unsqueeze(-1)):
-        hidden, weight = inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
-        config = FusedCEConfig(strategy="store", num_chunks=2)
-        made = token_log_probs(hidden, weight, labels, zero_unknown=zero_unknown, config=config).log_prob
-        made.backward(inputs.grad_loss.view(labels.shape))
-        found.append((made.detach().view(inputs.labels.shape), hidden.grad, weight.grad))
-    for one, other in zip(*found, strict=True):
-        assert relative_error(other, one) < 3e-7
+    options = {"zero_unknown": zero_unknown, "config": FusedCEConfig(strategy="store", num_chunks=2)}
+    one = step(inputs, inputs.labels, inputs.grad_loss, **options)
+    other = step(inputs, inputs.labels.unsqueeze(-1), inputs.grad_loss.unsqueeze(-1), **options)
+    assert relative_error(other.log_prob.squeeze(-1), one.log_prob) < 3e-7
+    for ours, right in zip(other[2:], one[2:], strict=True):
+        assert relative_error(ours, right) < 3e-7
 
 
 def test_digits_of_a_sure_token(device):
@@ -136,63 +151,15 @@ def test_digits_of_a_sure_token(device):
         assert relative_error(weight.grad.flatten(), torch.eye(3)[1].to(device) - true.exp()) < 1e-5
 
 
-@pytest.mark.parametrize("strategy", ["store", "recompute"])
-def test_a_second_backward(strategy, device):
-    """Of other upstream gradients, of the entropy alone, and of nothing but zeros."""
-    inputs = make_inputs("plain", **SIZES, dtype=torch.float32, device=device)
-    labels = several(inputs, 5)
-    upstream, none = upstream_of(labels), torch.zeros(labels.shape, device=device)
-    hidden, weight = inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
-    config = FusedCEConfig(strategy=strategy, num_chunks=2)
-    made = token_log_probs(hidden, weight, labels, entropy="differentiable", config=config)
-    made.log_prob.detach().fill_(torch.nan)  # the caller's own
-    for of_labels, of_entropy in ((upstream, None), (2 * upstream, 1.0), (None, 1.0), (none, None)):
-        outputs, grads = [], []
-        if of_labels is not None:
-            outputs, grads = [made.log_prob], [of_labels]
-        if of_entropy is not None:
-            outputs, grads = [*outputs, made.entropy], [*grads, inputs.grad_loss]
-        found = torch.autograd.grad(outputs, (hidden, weight), grads, retain_graph=True)
-        _, _, *exact = plain_several(
-            inputs,
-            labels,
-            none if of_labels is None else of_labels,
-            torch.float64,
-            None if of_entropy is None else inputs.grad_loss,
-        )
-        for ours, true in zip(found, exact, strict=True):
-            assert relative_error(ours, true) < FLOOR[torch.float32]
-            assert true.any() or not ours.any()
-
-
-def test_under_a_checkpoint_and_no_second_derivative(device):
-    """A checkpoint gives saved tensors once."""
-    inputs = make_inputs("plain", **SIZES, dtype=torch.float32, device=device)
-    labels = several(inputs, 5).clamp(min=0)
-    operands = inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
-
-    def total(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        config = FusedCEConfig(strategy="store")
-        return token_log_probs(hidden, weight, labels, config=config).log_prob.sum()
-
-    right = torch.autograd.grad(total(*operands), operands)
-    found = torch.autograd.grad(checkpoint(total, *operands, use_reentrant=False), operands)
-    assert all(map(torch.equal, found, right))
-    (once, _) = torch.autograd.grad(total(*operands), operands, create_graph=True)
-    with pytest.raises(RuntimeError, match="no second derivative"):
-        once.sum().backward()
-
-
 @pytest.mark.parametrize("upstream", [2.0**-20, 2.0**18], ids=["tiny", "large"])
 def test_fp16_holds_the_sum_of_a_tokens_upstreams(upstream, device):
     """The scale that keeps its gradients in range is that of one id 1024 times."""
-    inputs = make_inputs("plain", **SIZES, dtype=torch.float16, device=device)
+    inputs = plain(device, torch.float16)
     labels = inputs.labels.unsqueeze(-1).expand(-1, -1, 1024).contiguous()
     of_labels = torch.full(labels.shape, upstream / 1024, device=device)
-    hidden, weight = inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
-    token_log_probs(hidden, weight, labels, config=FusedCEConfig(num_chunks=2)).log_prob.backward(of_labels)
+    made = step(inputs, labels, of_labels, config=FusedCEConfig(num_chunks=2))
     _, _, *exact = plain_several(inputs, labels, of_labels, torch.float64)
-    for ours, true in zip((hidden.grad, weight.grad), exact, strict=True):
+    for ours, true in zip(made[2:], exact, strict=True):
         if upstream < 1:  # gradients below fp16's smallest normal number are rounded to multiples of 2**-24
             assert (ours - true).norm() < FLOOR[ours.dtype] * true.norm() + true.numel() ** 0.5 * 2.0**-25
         elif ours.isfinite().all():
@@ -201,36 +168,28 @@ def test_fp16_holds_the_sum_of_a_tokens_upstreams(upstream, device):
             assert true.abs().max() > torch.finfo(torch.float16).max
 
 
-def test_packed_and_without_gradients(device):
-    """[T, H], batch first, int32 labels, autocast, half hidden states and an fp32 weight; no_grad saves
-    nothing."""
-    inputs = make_inputs("plain", **SIZES, dtype=torch.float32, device=device)
-    labels = several(inputs, 5)
+def test_layouts_and_without_gradients(device):
+    """Batch first, int32 labels, half hidden states and an fp32 weight; no_grad saves nothing."""
+    inputs = plain(device)
+    labels, rows = several(inputs, 5), inputs.hidden.transpose(0, 1).contiguous()
     right = token_log_probs(inputs.hidden, inputs.weight, labels).log_prob
-    rows = inputs.hidden.transpose(0, 1).contiguous()
     first = token_log_probs(rows, inputs.weight, labels.int(), batch_first=True).log_prob
-    packed = token_log_probs(rows.flatten(0, 1), inputs.weight, labels.flatten(0, 1)).log_prob
-    for found in (first, packed.view(labels.shape)):
-        torch.testing.assert_close(found, right, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(first, right, rtol=1e-6, atol=1e-6)
     hidden = rows.bfloat16().requires_grad_()
-    mixed = token_log_probs(hidden, inputs.weight, labels, batch_first=True).log_prob
-    mixed.sum(-1).nan_to_num(0.0, 0.0, 0.0).sum().backward()
-    assert hidden.grad.dtype == torch.bfloat16 and not mixed.isnan().any()
+    mixed = token_log_probs(hidden, inputs.weight, labels, batch_first=True, entropy="detached")
+    mixed.log_prob.sum(-1).nan_to_num(0.0, 0.0, 0.0).sum().backward()
+    assert hidden.grad.dtype == torch.bfloat16 and not mixed.log_prob.isnan().any()
+    assert not mixed.entropy.requires_grad
     with torch.no_grad():
-        without = token_log_probs(
-            inputs.hidden.requires_grad_(), inputs.weight, labels, entropy="differentiable"
-        )
+        operands = inputs.hidden.requires_grad_(), inputs.weight
+        without = token_log_probs(*operands, labels, entropy="differentiable")
     assert not without.log_prob.requires_grad and not without.entropy.requires_grad
     assert torch.equal(without.log_prob, right)
-    beside = token_log_probs(hidden, inputs.weight, labels, batch_first=True, entropy="detached")
-    assert beside.log_prob.requires_grad and not beside.entropy.requires_grad
-    empty = token_log_probs(rows[:, :0], inputs.weight, labels[:, :0], batch_first=True).log_prob
-    assert empty.shape == (2, 0, 5)
 
 
 def test_rounded_logits_where_the_user_says_so(device):
     """`activations`: as an engine that rounds its logits has them."""
-    inputs = make_inputs("wide", **SIZES, dtype=torch.bfloat16, device=device)
+    inputs = plain(device, torch.bfloat16, "wide")
     labels = several(inputs, 5)
     config = FusedCEConfig(logit_precision="activations", num_chunks=2)
     made = token_log_probs(inputs.hidden, inputs.weight, labels, config=config).log_prob
@@ -245,29 +204,21 @@ def test_rounded_logits_where_the_user_says_so(device):
 @pytest.mark.parametrize("strategy", ["store", "recompute"])
 def test_tokens_that_are_left_out(strategy, device):
     """Results 0; an upstream gradient for one of their labels raises."""
-    inputs = make_inputs("plain", **{**SIZES, "s": 200}, dtype=torch.float32, device=device)
-    labels = several(inputs, 5)
+    inputs = plain(device, s=200)
+    labels, operands = several(inputs, 5), leaves(inputs)
     counts = torch.rand(inputs.labels.shape, generator=torch.Generator().manual_seed(4)).to(device) < 0.3
     upstream = upstream_of(labels).masked_fill(~counts.unsqueeze(-1), 0.0)
-    hidden, weight = inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
-    made = token_log_probs(
-        hidden,
-        weight,
-        labels,
-        entropy="differentiable",
-        active_mask=counts,
-        config=FusedCEConfig(strategy=strategy, chunk_tokens=150),
-    )
-    log_p, entropy, *grads = plain_several(inputs, labels, upstream, torch.float64, inputs.grad_loss * counts)
-    torch.autograd.backward(
-        [made.log_prob, made.entropy], [upstream, inputs.grad_loss * counts], retain_graph=True
-    )
+    options = {"active_mask": counts, "config": FusedCEConfig(strategy=strategy, chunk_tokens=150)}
+    made = token_log_probs(*operands, labels, entropy="differentiable", **options)
+    upstreams = upstream, inputs.grad_loss * counts
+    log_p, entropy, *grads = plain_several(inputs, labels, upstreams[0], torch.float64, upstreams[1])
+    torch.autograd.backward([made.log_prob, made.entropy], upstreams, retain_graph=True)
     given = (labels != -1) & counts.unsqueeze(-1)
     assert relative_error(made.log_prob.detach()[given], log_p[given]) < OF_VALUES
     assert relative_error(made.entropy.detach(), entropy * counts) < OF_VALUES
     assert not made.log_prob[~counts].any(), "in empty entries too: a mask times them is 0"
-    for ours, true in zip((hidden.grad, weight.grad), grads, strict=True):
-        assert relative_error(ours, true) < FLOOR[torch.float32]
+    for operand, true in zip(operands, grads, strict=True):
+        assert relative_error(operand.grad, true) < FLOOR[torch.float32]
     with pytest.raises(RuntimeError, match="outside active_mask"):
         made.log_prob.backward(upstream_of(labels))
 
@@ -307,16 +258,9 @@ def test_memory_is_the_plans(strategy):
             made.backward(torch.ones_like(made))
         peaks.append(live.peak_bytes)
         inputs = memory.PlanInputs(
-            config=config,
-            num_tokens=num_tokens,
-            hidden_size=size,
-            num_rows=vocab,
-            dtype="float32",
-            wgrad_accumulator="returned",
-            logits_backend="gemm_rows",
-            labels_per_token=k,
-            device="cpu",
-        )
+            config=config, num_tokens=num_tokens, hidden_size=size, num_rows=vocab, dtype="float32",
+            wgrad_accumulator="returned", logits_backend="gemm_rows", labels_per_token=k, device="cpu",
+        )  # fmt: skip
         predicted.append(choose.plan(inputs).predicted_peak_bytes)
     grown, counted = peaks[1] - peaks[0], predicted[1] - predicted[0]
     upstream = 4 * num_tokens * (count - 1)  # the caller's

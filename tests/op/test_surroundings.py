@@ -1,39 +1,50 @@
-"""What surrounds a call, and what is done with its results, is as with PyTorch's own loss; a call's key."""
+"""What surrounds a call, and what is done with its results, is as with PyTorch's own loss."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import threading
 from collections.abc import Iterator
-from dataclasses import fields, replace
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from warnings import catch_warnings
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+import megatron_fused_ce
 from megatron_fused_ce import (
     FusedCEConfig,
     fused_linear_cross_entropy,
+    fused_linear_distillation,
     fused_linear_token_outputs,
     fused_linear_topk_distillation,
 )
-from megatron_fused_ce.distillation.teacher import Distillation
-from megatron_fused_ce.head import agree, spec
+from megatron_fused_ce.head import spec
 from megatron_fused_ce.head.autograd import linear_cross_entropy
 from megatron_fused_ce.head.call import Call
-from megatron_fused_ce.head.grad_weight import InPlaceGradWeight
-from megatron_fused_ce.head.host_copy import HostCopy
-from megatron_fused_ce.head.promise import Head
 from megatron_fused_ce.losses.label import ZLoss
 from megatron_fused_ce.ops.labels import SeveralLabels
 from megatron_fused_ce.ranks import agreement
-from megatron_fused_ce.scripts.lib.reference import make_inputs, relative_error
-from tests.support.distillation import KINDS, fused, make_problem
+from megatron_fused_ce.rl import token_log_probs
+from megatron_fused_ce.scripts.lib.reference import make_inputs, make_teacher, relative_error
+from tests.support.distillation import fused, make_problem
 from tests.support.op import STRATEGIES, at_odd_offset, leaves, run
 from tests.support.problems import same_bits
 
+PACKAGE = Path(megatron_fused_ce.__file__).parent
+ROOMS = ("distillation", "head", "logits", "losses", "ops", "ranks")
+MAKES_FLOATS = {f"torch.{name}" for name in ("empty", "eye", "linspace", "ones", "rand", "randn", "zeros")}
 SIZES = {"s": 6, "b": 2, "hidden_size": 16, "vocab": 24}
+
+
+def assert_same_bits(made, expected):
+    for one, right in zip(made, expected, strict=True):
+        assert one.dtype == right.dtype and same_bits(one, right)
 
 
 @contextlib.contextmanager
@@ -52,14 +63,6 @@ def problem(device, dtype=torch.float32, **sizes):
 
 # --- the default dtype ---------------------------------------------------------------------------
 
-OPTIONS = {
-    "plain": {},
-    "smoothing": {"label_smoothing": 0.1},
-    "smoothing as PyTorch": {"label_smoothing": 0.3, "label_smoothing_form": "pytorch"},
-    "z-loss, softcap, padding": {"z_loss": 1e-3, "logit_softcap": 5.0, "true_vocab_size": 20},
-    "skipped": {"skip_masked": True},
-}
-
 
 def step(inputs, config, outputs=(), temperature=1.0) -> list[Tensor]:
     """Loss, outputs and gradients."""
@@ -71,197 +74,114 @@ def step(inputs, config, outputs=(), temperature=1.0) -> list[Tensor]:
     return [x for x in (*made.outputs.values(), hidden.grad, weight.grad) if x is not None]
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("other", [torch.float64, torch.bfloat16, torch.float16])
+#: Strategy, dtype and options of each: a rule over the source says it of all other calls.
+UNDER_ANOTHER = [
+    ("store", torch.float32, {"z_loss": 1e-3, "logit_softcap": 5.0, "true_vocab_size": 20}),
+    ("recompute", torch.bfloat16, {"label_smoothing": 0.3, "label_smoothing_form": "pytorch"}),
+    ("grad_in_forward", torch.float16, {"label_smoothing": 0.1}),
+    ("grad_in_forward", torch.bfloat16, {"skip_masked": True}),
+]
+
+
+@pytest.mark.parametrize(("strategy", "dtype", "options"), UNDER_ANOTHER)
+@pytest.mark.parametrize("other", [torch.float64, torch.bfloat16])
 def test_a_default_dtype_changes_no_bit(other, strategy, dtype, options, device):
     """Lightning's half-precision plugin sets one around every forward. Cached under it, or before it."""
     inputs = problem(device, dtype)
-    config = FusedCEConfig(strategy=strategy, num_chunks=2, **OPTIONS[options])
+    config = FusedCEConfig(strategy=strategy, num_chunks=2, **options)
     outputs = ("lse", "entropy", "predicted") if strategy == "store" else ()
-    given = (inputs, config, outputs, 0.5 + inputs.grad_loss.abs())
-    expected = step(*given)
+    given = inputs, config, outputs, 0.5 + inputs.grad_loss.abs()
+    # Numbers that bf16 does not have: label_weights and beta.
+    teacher = make_problem(kind="jsd 0.1", with_labels=True, label_weights=0.3, dtype=dtype, device=device)
+
+    def made():
+        of_teacher = fused(teacher, teacher.config(num_chunks=2))
+        return [*step(*given), *of_teacher[0], *of_teacher[1:]]
+
+    expected = made()
     for forgets in (True, False):  # made under the other, or found there
         if forgets:
             agreement.forget()
         with default_dtype(other):
-            made = step(*given)
-        for one, right in zip(made, expected, strict=True):
-            assert one.dtype == right.dtype and same_bits(one, right)
-    for one, right in zip(step(*given), expected, strict=True):  # looked up, made under the other
-        assert same_bits(one, right)
+            assert_same_bits(made(), expected)
+    assert_same_bits(made(), expected)  # looked up, made under the other
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("other", [torch.float64, torch.bfloat16, torch.float16])
-def test_a_default_dtype_and_a_teacher(other, kind, dtype, device):
-    """Numbers that bf16 does not have: ``label_weights`` and ``beta``."""
-    problem = make_problem(kind=kind, with_labels=True, label_weights=0.3, dtype=dtype, device=device)
-    expected = fused(problem, problem.config(num_chunks=2))
-    with default_dtype(other):
-        made = fused(problem, problem.config(num_chunks=2))
-    for one, right in zip((*made[0], *made[1:]), (*expected[0], *expected[1:]), strict=True):
-        assert one.dtype == right.dtype and same_bits(one, right)
-
-
-# --- the key ---------------------------------------------------------------------------------------
-
-
-def arguments(device, **changes) -> Call:
-    inputs = problem(device)
-    weights = inputs.grad_loss.clone()
-    args = Call(inputs.hidden, inputs.weight, inputs.labels, token_weights=weights)
-    return args._replace(**changes).completed()
-
-
-def opens_main_grad(weight, num_gemms, scaled):
-    return InPlaceGradWeight(torch.zeros_like(weight), scaled, lambda: None)
-
-
-opens_main_grad.kind = "main_grad"
-
-
-def other_tensor(x: Tensor) -> dict[str, Tensor]:
-    """The same numbers, of another kind."""
-    return {
-        "dtype": x.double() if x.is_floating_point() else x.int(),
-        "shape": x[..., :-1],
-        "strides": x.transpose(0, 1).contiguous().transpose(0, 1),
-        "device": x.to("meta"),
-        "class": x.as_subclass(type("Other", (Tensor,), {})),
-        **({"gradient": x.clone().requires_grad_()} if x.is_floating_point() else {}),
+def test_every_new_tensor_names_its_dtype():
+    """Else it has the caller's default."""
+    files = [file for room in ROOMS for file in (PACKAGE / room).rglob("*.py")]
+    unnamed = {
+        (file.name, ast.unparse(call.func))
+        for file in files
+        for call in ast.walk(ast.parse(file.read_text()))
+        if isinstance(call, ast.Call)
+        and ast.unparse(call.func) in MAKES_FLOATS
+        and all(keyword.arg != "dtype" for keyword in call.keywords)
     }
+    # A graph's anchor, which has no numbers.
+    assert unnamed == {("autograd.py", "torch.zeros")}
 
 
-OF_TEACHER = {field.name for field in fields(Distillation)}
+# --- the calls before ------------------------------------------------------------------------------
 
-
-def changes_of(args: Call) -> dict[str, dict[str, Any]]:
-    """Of each field, values that make another kind of call."""
-    teacher = SeveralLabels(args.labels.unsqueeze(-1), args.token_weights.unsqueeze(-1))
-    changes: dict[str, dict[str, Any]] = {
-        name: other_tensor(getattr(args, name)) for name in ("hidden", "weight", "labels", "token_weights")
-    }
-    changes["token_weights"]["none"] = None
-    changes["terms"] = {f"weight {w}": (("loss", ZLoss(w)),) for w in (0.1, 0.2)}
-    beside = Distillation(args.hidden, args.weight, None, "jsd", 0.5, 1.0, None, False, True)
-    of_beside: dict[str, dict[str, Any]] = {
-        "hidden": other_tensor(beside.hidden),
-        "weight": other_tensor(beside.weight),
-        "label_weights": {
-            **{"given": args.token_weights, "of double": args.token_weights.double(), "a number": 0.5}
-        },
-        "divergence": {"reverse_kl": "reverse_kl"},
-        "beta": {"0.25": 0.25},
-        "logit_scale": {"2.0": 2.0},
-        "logit_softcap": {"5.0": 5.0},
-        "sequence_parallel": {"on": True},
-        "with_labels": {"off": False},
-    }
-    assert of_beside.keys() == OF_TEACHER, "a new field of the teacher"
-    changes["other_targets"] = {
-        "several": teacher,
-        "several, kl": replace(teacher, kl=True),
-        "several, labels": replace(teacher, log_probs=None),
-        "several, of double": replace(teacher, log_probs=teacher.log_probs.double()),
-        "several, elsewhere": replace(teacher, ids=teacher.ids.to("meta")),
-        "given": beside,
-    }
-    for field, variants in of_beside.items():
-        for how, value in variants.items():
-            changes["other_targets"][f"{field}, {how}"] = replace(beside, **{field: value})
-    changes |= {
-        "sequence_parallel": {"on": True},
-        "vocab_start": {"0": 0, "1": 1, "True": True},
-        "outputs": {"lse": ("lse",)},
-        "differentiable": {"lse": ("lse",)},
-        "temperature": {"1": 1, "2.0": 2.0, "per token": args.token_weights},
-        "zero_unknown": {"on": True},
-        "reduce_grad_hidden": {"off": False},
-        "with_argmax": {"on": True},
-        "may_store": {"on": True},
-        "open_grad_weight": {"main_grad": opens_main_grad},
-        "uses_in_flight": {"2": 2},
-        "head": {"another": Head("another")},
-    }
-    others = {
-        **{"strategy": "store", "num_chunks": 2, "chunk_tokens": 4, "memory_mb": 9, "logit_scale": 2.0},
-        **{"logit_softcap": 5.0, "z_loss": 0.1, "label_smoothing": 0.1, "label_smoothing_form": "pytorch"},
-        **{"ignore_index": -100, "true_vocab_size": 9, "logit_precision": "fp32", "skip_masked": True},
-        **{"debug_checks": True, "logits_backend": "gemm_rows", "merge": "packed"},
-    }
-    assert others.keys() == {field.name for field in fields(FusedCEConfig)}, "a new field of the config"
-    changes["config"] = {name: replace(args.config, **{name: other}) for name, other in others.items()}
-    return changes
-
-
-#: Fields of which no spec depends: each for a reason.
-SAME_SPEC = {
-    "tp_group": "a history for each group",
-    "caller_error": "no spec is kept with one",
-    "unmasked": "a count of this call's numbers",
+#: Changes of a call after which what was remembered of the one before must not serve.
+OTHER_CALLS = {
+    "dtype": lambda call: {name: getattr(call, name).bfloat16() for name in ("hidden", "weight")},
+    "fewer tokens": lambda call: {
+        **{name: getattr(call, name)[:, :4] for name in ("labels", "token_weights")},
+        "hidden": call.hidden[:4],
+    },
+    "strides": lambda call: {"hidden": call.hidden.transpose(0, 1).contiguous().transpose(0, 1)},
+    "an odd offset": lambda call: {"hidden": at_odd_offset(call.hidden)},
+    "a weight at one": lambda call: {"weight": at_odd_offset(call.weight)},
+    "int32": lambda call: {"labels": call.labels.int()},
+    "no weights": lambda call: {"token_weights": None},
+    "frozen": lambda call: {"hidden": call.hidden.detach().clone()},
+    "a number": lambda call: {"temperature": 2.0},
+    "temperatures": lambda call: {"temperature": call.token_weights.abs() + 0.5},
+    "outputs": lambda call: {"outputs": ("lse",)},
+    "with gradients": lambda call: {"differentiable": ("entropy",)},
+    "another term": lambda call: {"terms": (("loss", ZLoss(0.2)),), "outputs": ()},
+    "zeros": lambda call: {"zero_unknown": True},
+    "several labels": lambda call: {
+        "other_targets": SeveralLabels(call.labels.unsqueeze(-1), call.token_weights.unsqueeze(-1).exp()),
+        "outputs": (),
+    },
+    **{
+        f"config, {name}": lambda call, option={name: value}: {"config": replace(call.config, **option)}
+        for name, value in {
+            **{"strategy": "grad_in_forward", "num_chunks": 3, "logit_scale": 2.0, "z_loss": 0.1},
+            **{"label_smoothing": 0.1, "ignore_index": 3, "true_vocab_size": 20, "logit_softcap": 5.0},
+            **{"logit_precision": "activations", "skip_masked": True, "logits_backend": "gemm_rows"},
+        }.items()
+    },
 }
 
 
-def test_every_field_of_the_arguments_is_in_the_key(device):
-    """One field at a time: another key, with nothing to be remembered where a field is added."""
-    args = arguments(device)
-    changes = changes_of(args)
-    assert changes.keys() | SAME_SPEC.keys() == set(Call._fields), "a new field"
-    seen = {spec._key(args): "as it was"}
-    for name, of_field in changes.items():
-        for how, value in of_field.items():
-            key = spec._key(args._replace(**{name: value}))
-            if key is None:  # no address: nothing is kept
-                assert how.endswith(("device", "elsewhere"))
-                continue
-            assert key not in seen, f"{name}, {how}: as {seen[key]}"
-            seen[key] = f"{name}, {how}"
-    with torch.no_grad():
-        assert spec._key(args) not in seen
-    hidden, weight = (at_odd_offset(operand) for operand in (args.hidden, args.weight))
-    elsewhere = ({"hidden": hidden}, {"weight": weight}, {"hidden": hidden, "weight": weight})
-    keys = {spec._key(args), *(spec._key(args._replace(**given)) for given in elsewhere)}
-    assert len(keys) == 4, "each may be one that TMA cannot load"
-    beside = changes["other_targets"]["label_weights, a number"]
-    annealed = replace(beside, label_weights=0.25)
-    assert spec._key(args._replace(other_targets=annealed)) == spec._key(args._replace(other_targets=beside))
-    assert spec._key(args._replace(unmasked=HostCopy(torch.ones(1).long()))) == spec._key(args)
-    assert spec._key(args._replace(caller_error=ValueError())) is None
-
-
-def test_every_field_is_compared_over_the_ranks(device):
-    """But for what a rank may have by itself."""
-    args = arguments(device)
-    of_rank = {"tp_group", "open_grad_weight", "head", "caller_error", "unmasked"}
-    plain = agree.must_agree(args)
-    assert agree.must_agree(args._replace(weight=args.weight[:5])) == plain
-    changes = changes_of(args)
-    beside = changes["other_targets"]["given"]
-    of_teacher = agree.must_agree(args._replace(other_targets=beside))
-    fewer = replace(beside, weight=beside.weight[:5])
-    assert agree.must_agree(args._replace(other_targets=fewer)) == of_teacher
-    for name, of_field in changes.items():
-        for how, value in of_field.items():
-            # A change of the teacher's is one from a call that has it.
-            expected = of_teacher if how.partition(", ")[0] in OF_TEACHER else plain
-            differs = agree.must_agree(args._replace(**{name: value})) != expected
-            in_memory = how.rpartition(", ")[2] in ("strides", "device", "class")
-            same = name in of_rank or in_memory or (name, how) == ("vocab_start", "")
-            if name == "weight" and how == "shape":
-                same = False  # its columns
-            assert differs != same, (name, how)
-
-
-def test_weights_on_another_device_are_refused_after_a_good_call(device):
+@pytest.mark.parametrize("change", OTHER_CALLS)
+def test_a_call_after_one_of_another_kind(change, device):
+    """Both have the bits that they have alone; on the way back, too."""
     inputs = problem(device)
-    given = (inputs.hidden.clone().requires_grad_(), inputs.weight, inputs.labels)
-    config = FusedCEConfig("grad_in_forward")
-    fused_linear_cross_entropy(*given, token_weights=inputs.grad_loss, config=config)
-    with pytest.raises(ValueError, match="token_weights on meta"):
-        fused_linear_cross_entropy(*given, token_weights=inputs.grad_loss.to("meta"), config=config)
+    hidden, weight = leaves(inputs)
+    weights = inputs.grad_loss.masked_fill(inputs.grad_loss < -0.5, 0.0)
+    plain = Call(hidden, weight, inputs.labels, token_weights=weights, outputs=("log_prob", "entropy"))
+    other = plain._replace(**OTHER_CALLS[change](plain))
+
+    def made(call):
+        operands = [x.detach().requires_grad_(x.requires_grad) for x in (call.hidden, call.weight)]
+        done = linear_cross_entropy(call._replace(hidden=operands[0], weight=operands[1]))
+        trained = [operand for operand in operands if operand.requires_grad]
+        results = [done.loss, *done.outputs.values()]
+        graded = [result for result in results if result.requires_grad]
+        upstreams = [weights[:, : done.loss.shape[1]]] * len(graded)
+        return [*[x.detach() for x in results], *torch.autograd.grad(graded, trained, upstreams)]
+
+    alone = []
+    for call in (plain, other):
+        agreement.forget()
+        alone.append(made(call))
+    for call, expected in zip((plain, other), alone, strict=True):
+        assert_same_bits(made(call), expected)
 
 
 def test_threads_that_evict_each_others_specs(device, monkeypatch):
@@ -288,33 +208,151 @@ def test_threads_that_evict_each_others_specs(device, monkeypatch):
 # --- what the caller does with results and inputs ---------------------------------------------------
 
 
-SHAPES = pytest.mark.parametrize("shape", ["[1, s]", "[2, s]", "[T]"])
-
-
-def in_shape(shape, device):
-    """Hidden states, weight, labels and upstream gradients."""
-    inputs = problem(device, b=1 if shape == "[1, s]" else 2)
-    hidden, labels, upstream = inputs.hidden, inputs.labels, inputs.grad_loss
+def given(device, shape="[2, s]", s=6):
+    """Operands, and what the caller may fill again before the backward."""
+    inputs = problem(device, s=s, b=1 if shape == "[1, s]" else 2)
+    ids, log_probs = make_teacher(inputs, 3)
+    buffers = {"labels": inputs.labels, "weights": inputs.grad_loss.abs(), "ids": ids, "log_probs": log_probs}
+    operands = [inputs.hidden, inputs.weight]
+    buffers["teacher"] = operands[0].flip(0)
     if shape == "[T]":
-        hidden, labels, upstream = hidden.flatten(0, 1), labels.t().flatten(), upstream.t().flatten()
-    return hidden.requires_grad_(), inputs.weight.requires_grad_(), labels, upstream
+        buffers = {
+            name: (x if name == "teacher" else x.transpose(0, 1)).flatten(0, 1) for name, x in buffers.items()
+        }
+        operands[0] = operands[0].flatten(0, 1)
+    return [x.clone().requires_grad_() for x in operands], buffers
 
 
-@pytest.mark.parametrize("num_chunks", [1, 2])
-@SHAPES
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_loss_may_be_changed_in_place(strategy, shape, num_chunks, device):
-    """``loss.mul_(mask)``, as Megatron's users write."""
-    *operands, labels, upstream = in_shape(shape, device)
-    config = FusedCEConfig(strategy, num_chunks=num_chunks)
+def of_several(hidden, weight, of, **more):
+    made, real = token_log_probs(hidden, weight, of["ids"], **more).log_prob, of["ids"] >= 0
+    return made.where(real, 0.0).sum(-1)
+
+
+def of_outputs(hidden, weight, of, **more):
+    made = fused_linear_token_outputs(hidden, weight, of["labels"], ("lse", "entropy"), **more)
+    return made.loss + 0.5 * made.lse - made.entropy
+
+
+def of_divergence(hidden, weight, of, **more):
+    teacher = {"teacher_hidden": of["teacher"], "teacher_weight": weight.detach().roll(1, 0)}
+    more |= {"labels": of["labels"], "label_weights": of["weights"]}
+    return fused_linear_distillation(hidden, weight, **teacher, divergence="jsd", **more).loss
+
+
+HEADS = {
+    "loss": lambda hidden, weight, of, **more: fused_linear_cross_entropy(
+        hidden, weight, of["labels"], **more
+    ),
+    "top-K": lambda hidden, weight, of, **more: fused_linear_topk_distillation(
+        hidden, weight, of["ids"], of["log_probs"], **more
+    ),
+    "divergence": of_divergence,
+    "outputs": of_outputs,
+    "several labels": of_several,
+}
+EVERY_HEAD = pytest.mark.parametrize(
+    ("head", "strategy", "options"),
+    [
+        *((head, strategy, {"num_chunks": 2}) for head in HEADS for strategy in ("recompute", "store")),
+        *((head, "grad_in_forward", {"num_chunks": 2}) for head in ("loss", "top-K", "divergence")),
+        *(("loss", strategy, {"num_chunks": 1}) for strategy in STRATEGIES),
+        ("loss", "store", {"skip_masked": True}),
+    ],
+)
+
+
+def losses_of(head, strategy, options, operands, buffers):
+    more = {"config": FusedCEConfig(strategy, **options)}
+    if strategy == "grad_in_forward" or "skip_masked" in options:
+        more["token_weights"] = buffers["weights"]
+    return HEADS[head](*operands, buffers, **more)
+
+
+@pytest.mark.parametrize("shape", ["[1, s]", "[2, s]", "[T]"])
+@EVERY_HEAD
+def test_what_is_written_into(head, strategy, options, shape, device):
+    """Buffers, with the next micro-batch's labels; the loss, by ``loss.mul_(mask)`` as users do."""
     results = []
-    for in_place in (False, True):
-        loss = fused_linear_cross_entropy(*operands, labels, token_weights=upstream, config=config)
+    for what in ("nothing", "buffers", "loss"):
+        operands, buffers = given(device, shape)
+        upstream = buffers["weights"].clone()
+        loss = losses_of(head, strategy, options, operands, buffers)
         assert not loss._is_view()
-        loss = loss.mul_(upstream) if in_place else loss * upstream
+        for buffer in buffers.values() if what == "buffers" else ():
+            buffer.data.fill_(1)  # as by a collective, which autograd does not count
+        loss = loss.mul_(upstream) if what == "loss" else loss * upstream
         results.append([loss.detach(), *torch.autograd.grad(loss.sum(), operands)])
-    for one, other in zip(*results, strict=True):
-        assert torch.equal(one, other)
+    for other in results[1:]:
+        assert_same_bits(other, results[0])
+
+
+@EVERY_HEAD
+def test_every_way_to_a_gradient(head, strategy, options, device):
+    """Twice, under a checkpoint, of one operand alone, in a graph; a second derivative is refused."""
+    operands, buffers = given(device)
+    losses_from = partial(losses_of, head, strategy, options)
+    upstream, loss = buffers["weights"], losses_from(operands, buffers)
+
+    def gradients(losses, of=operands, **more):
+        return torch.autograd.grad(losses, of, upstream, **more)
+
+    first, again = (gradients(loss, retain_graph=True) for _ in range(2))
+    if strategy != "grad_in_forward":  # whose second backward makes them again
+        assert_same_bits(again, first)
+    under = checkpoint(lambda *of: losses_from(of, buffers), *operands, use_reentrant=False)
+    alone = [
+        gradients(losses_from([x if x is one else x.detach() for x in operands], buffers), one)[0]
+        for one in operands
+    ]
+    records = {} if "skip_masked" in options else {"create_graph": True}
+    graph = gradients(losses_from(operands, buffers), **records)
+    for made in (again, gradients(under, **records), alone, graph):
+        for ours, right in zip(made, first, strict=True):
+            torch.testing.assert_close(ours.detach(), right, rtol=2e-6, atol=2e-6)
+    # It would drop out of the loss in silence. A Hessian asks for the gradients of named inputs: an error
+    # behind other leaves would leave it at 0.
+    refused = pytest.raises(RuntimeError, match="no second derivative")
+    with refused:
+        graph = gradients(losses_from(operands, buffers), create_graph=True)
+        (graph[0].square().sum() + losses_from(operands, buffers).mul(upstream).sum()).backward()
+    for i, operand in enumerate(operands):
+
+        def total(value, i=i):
+            changed = [value if j == i else x for j, x in enumerate(operands)]
+            return losses_from(changed, buffers).mul(upstream).square().sum()
+
+        with refused, catch_warnings(action="ignore"):
+            torch.autograd.functional.hvp(total, operand.detach(), torch.ones_like(operand))
+        for transform in (torch.func.grad, torch.func.jacrev, torch.func.vmap):
+            value = torch.stack((operand, operand)) if transform is torch.func.vmap else operand
+            with pytest.raises(TypeError, match=r"comes from torch.func .* does not support"):
+                transform(total)(value.detach())
+
+
+@EVERY_HEAD
+def test_no_tokens(head, strategy, options, device):
+    operands, buffers = given(device, s=0)
+    loss = losses_of(head, strategy, options, operands, buffers)
+    grads = torch.autograd.grad(loss, operands, buffers["weights"])
+    assert loss.shape == (2, 0) and [grad.shape for grad in grads] == [x.shape for x in operands]
+    assert not grads[1].any()
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_under_autocast(head, device):
+    """fp32 parameters are used in its dtype, as torch's own linear does; gradients are in theirs."""
+    operands, buffers = given(device)
+    upstream, losses_from = buffers["weights"], partial(losses_of, head, "store", {"num_chunks": 2})
+    with torch.autocast(device.type, torch.bfloat16):
+        loss = losses_from(operands, buffers)
+    buffers["teacher"] = buffers["teacher"].bfloat16()
+    rounded = [x.detach().bfloat16().requires_grad_() for x in operands]
+    expected = losses_from(rounded, buffers)
+    assert torch.equal(loss, expected)
+    grads = (torch.autograd.grad(*of, upstream) for of in ((loss, operands), (expected, rounded)))
+    for made, right in zip(*grads, strict=True):
+        assert made.dtype == torch.float32
+        assert relative_error(made, right.double()) < 1e-2
 
 
 @pytest.mark.parametrize("name", ["lse", "entropy", "log_prob", "correct", "predicted"])
@@ -336,23 +374,6 @@ def test_outputs_may_be_changed_in_place(name, device):
     assert torch.equal(*gradients)
 
 
-@SHAPES
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_label_buffer_may_be_filled_again(strategy, shape, device):
-    """With the next micro-batch's labels, before this one's backward."""
-    *operands, labels, upstream = in_shape(shape, device)
-    gradients = []
-    for refills in (False, True):
-        buffers = labels.clone(), upstream.clone()
-        config = FusedCEConfig(strategy, num_chunks=2)
-        loss = fused_linear_cross_entropy(*operands, buffers[0], token_weights=buffers[1], config=config)
-        if refills:
-            buffers[0].zero_(), buffers[1].zero_()
-        gradients.append(torch.autograd.grad(loss, operands, upstream))
-    for one, other in zip(*gradients, strict=True):
-        assert torch.equal(one, other)
-
-
 # --- numbers at the edge ----------------------------------------------------------------------------
 
 
@@ -372,29 +393,3 @@ def test_fp16_with_a_z_loss_stays_finite(z_loss, strategy, device):
     (lse - picked + z_loss * lse.square()).backward(upstream.t().double())
     for ours, true in zip(made[1:], (x.grad, weight.grad), strict=True):
         assert relative_error(ours, true) < 1e-2
-
-
-# --- errors -----------------------------------------------------------------------------------------
-
-
-def call_with(device, **changes):
-    inputs = problem(device)
-    given = {"hidden": inputs.hidden, "weight": inputs.weight, "labels": inputs.labels, **changes}
-    return fused_linear_cross_entropy(**given)
-
-
-def test_what_debug_checks_see_in_numbers(device):
-    """Values that the device alone knows: the host waits for them there."""
-    inputs = problem(device)
-    config = FusedCEConfig("store", debug_checks=True)
-    weights = inputs.grad_loss.clone()
-    weights[1, 2] = torch.nan
-    with pytest.raises(ValueError, match="token_weights have a NaN"):
-        call_with(device, token_weights=weights, config=config)
-    ids = torch.zeros(2, 6, 3, dtype=torch.int64, device=device)
-    log_probs = torch.full((2, 6, 3), -1.0, device=device)
-    log_probs[0, 1, 2] = 0.5
-    with pytest.raises(ValueError, match="teacher_log_probs are above 0"):
-        fused_linear_topk_distillation(inputs.hidden, inputs.weight, ids, log_probs, config=config)
-    ids[0, 1, 2] = -1  # an empty entry may have any
-    fused_linear_topk_distillation(inputs.hidden, inputs.weight, ids, log_probs, config=config)

@@ -15,9 +15,9 @@ from megatron_fused_ce.losses import CrossEntropy, ZLoss
 from megatron_fused_ce.losses.label import loss_of
 from megatron_fused_ce.losses.outputs import OUTPUTS, differentiable_of
 from megatron_fused_ce.scripts.lib.reference import (
+    LOSS_OPTIONS,
     HeadInputs,
     make_teacher,
-    plain_distillation,
     relative_error,
     truth,
 )
@@ -52,14 +52,11 @@ def test_fp16_large_weights_do_not_overflow(device):
 
 def test_a_certain_token_has_no_entropy(device):
     """1 - p of 1e-13: its entropy is about 3e-12, not fp32's rounding of 1."""
-    hidden = torch.zeros(1, 1, 8, device=device)
-    hidden[..., 0] = 30.0
-    weight = torch.zeros(5, 8, device=device)
-    weight[2, 0] = 1.0
+    hidden, weight = torch.zeros(1, 1, 8, device=device), torch.zeros(5, 8, device=device)
+    hidden[..., 0], weight[2, 0] = 30.0, 1.0
     for label in (2, 3):
-        made = fused_linear_token_outputs(
-            hidden, weight, torch.tensor([[label]], device=device), ("entropy",)
-        )
+        labels = torch.tensor([[label]], device=device)
+        made = fused_linear_token_outputs(hidden, weight, labels, ("entropy",))
         exact = 4 * torch.exp(torch.tensor(-30.0, dtype=torch.float64)) * 31
         error = abs(float(made.entropy) - float(exact))
         # exp(-30) in fp32: its argument in powers of two is rounded to 2**-24 of 43.
@@ -69,9 +66,8 @@ def test_a_certain_token_has_no_entropy(device):
 def test_a_label_that_is_impossible_leaves_the_rest_as_it_is(device):
     """A label's logit of -inf (fp16 overflows): loss inf, lse and entropy of the others."""
     weight = torch.tensor([[1.0], [2.0], [-torch.inf]], device=device)
-    made = fused_linear_token_outputs(
-        torch.ones(1, 1, device=device), weight, torch.tensor([2], device=device), ("lse", "entropy")
-    )
+    given = torch.ones(1, 1, device=device), weight, torch.tensor([2], device=device)
+    made = fused_linear_token_outputs(*given, ("lse", "entropy"))
     z = torch.tensor([1.0, 2.0])
     assert made.loss.item() == math.inf
     assert made.lse.item() == pytest.approx(z.logsumexp(0).item(), rel=1e-6)
@@ -99,40 +95,40 @@ def test_ignored_tokens_have_no_log_prob(device):
     assert torch.isfinite(hidden.grad).all() and hidden.grad.abs().max() > 0
 
 
+SMOOTHED_ONES = [name for name, options in LOSS_OPTIONS.items() if "label_smoothing" in options]
+OF_SMOOTHING = "cannot make the delta of LabelSmoothing"
+WITH_Z_LOSS, SMOOTHED = CrossEntropy() + ZLoss(1e-4), loss_of(FusedCEConfig(label_smoothing=0.1))
+ENTROPY, SEVERAL = Requested(differentiable=("entropy",)), Requested(beyond_scaled_exp="several labels")
+#: Options of a call, what is asked for, and whether logits are saved, or why it cannot serve.
+BY_SCALED_EXP = [
+    *((LOSS_OPTIONS[name], None, False) for name in LOSS_OPTIONS if name not in SMOOTHED_ONES),
+    *((LOSS_OPTIONS[name], None, OF_SMOOTHING) for name in SMOOTHED_ONES),
+    ({"logit_precision": "fp32"}, Requested(), False),
+    ({}, Requested(differentiable=("log_prob",)), False),
+    ({}, ENTROPY, True),
+    ({}, Requested(differentiable=("log_prob", "lse")), True),
+    ({}, Requested(WITH_Z_LOSS, ("log_prob",)), True),
+    ({"strategy": "recompute", "logit_softcap": 30.0, "logit_precision": "fp32"}, ENTROPY, False),
+    ({"logit_softcap": 30.0}, ENTROPY, "entropy with a gradient beside a softcap"),
+    ({"logit_precision": "fp32"}, ENTROPY, "entropy with a gradient of fp32 logits"),
+    ({}, Requested(SMOOTHED, ("entropy",)), "the delta of LabelSmoothing"),
+    ({"logit_softcap": 9.0}, Requested(WITH_Z_LOSS, ("log_prob",)), r"CrossEntropy \+ ZLoss"),
+    ({}, SEVERAL, "make several labels"),
+]
+
+
 @pytest.mark.skipif(not HAS_EXP, reason="needs Hopper or newer")
-def test_which_outputs_leave_the_exponentiating_product(device):
-    x = torch.zeros(8, 32, device=device, dtype=EXP_DTYPE)
-    by_name = FusedCEConfig(logits_backend="scaled_exp")
-    with_z_loss, smoothed = CrossEntropy() + ZLoss(1e-4), loss_of(FusedCEConfig(label_smoothing=0.1))
-    for asked in (Requested(), Requested(differentiable=("log_prob",))):
+@pytest.mark.parametrize(("options", "asked", "expected"), BY_SCALED_EXP)
+def test_what_the_scaled_exp_gemm_serves(options, asked, expected, device):
+    x, config = torch.zeros(8, 32, device=device, dtype=EXP_DTYPE), FusedCEConfig(**options)
+    by_name = replace(config, logits_backend="scaled_exp")
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=expected):
+            choose.choose(by_name, x, x, asked)
+        assert choose.choose(config, x, x, asked)[0].name == "gemm_rows"
+    else:
         chosen, _ = choose.choose(by_name, x, x, asked)
-        assert chosen.name == "scaled_exp" and not chosen.saves_logits
-    entropy = Requested(differentiable=("entropy",))
-    softcapped = replace(by_name, logit_softcap=30.0)
-    for asked in (
-        entropy,
-        Requested(differentiable=("log_prob", "lse")),
-        Requested(with_z_loss, ("log_prob",)),
-    ):
-        chosen, _ = choose.choose(by_name, x, x, asked)
-        assert chosen.name == "scaled_exp" and chosen.saves_logits
-        again = replace(by_name, strategy="recompute", logit_softcap=30.0, logit_precision="fp32")
-        chosen, _ = choose.choose(again, x, x, asked)
-        assert chosen.name == "scaled_exp" and not chosen.saves_logits
-    for config, asked, words in (
-        (softcapped, entropy, "entropy with a gradient beside a softcap"),
-        (replace(by_name, logit_precision="fp32"), entropy, "entropy with a gradient of fp32 logits"),
-        (by_name, Requested(smoothed, ("entropy",)), "the delta of LabelSmoothing"),
-        (
-            replace(by_name, logit_softcap=9.0),
-            Requested(with_z_loss, ("log_prob",)),
-            r"CrossEntropy \+ ZLoss",
-        ),
-        (by_name, Requested(beyond_scaled_exp="several labels"), "make several labels"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            choose.choose(config, x, x, asked)
-        assert choose.choose(replace(config, logits_backend="auto"), x, x, asked)[0].name == "gemm_rows"
+        assert chosen.name == "scaled_exp" and chosen.saves_logits == expected
 
 
 # Distillation
@@ -165,20 +161,3 @@ def test_outputs_without_gradients_take_nothing_away(names, device, monkeypatch)
         assert relative_error(ours, true) < 1e-5
     fused_linear_token_outputs(*given, (*names, "lse"))
     assert [a.differentiable for a in asked] == [(), ("lse",)]
-
-
-@pytest.mark.parametrize("k", [1, 5])
-def test_the_yardstick_of_distillation_is_no_worse_than_its_logits(k, device):
-    """Logits of 300 in fp32: eager's error is that of rounding the logits, or the bound would allow more."""
-    inputs = problem("wide", torch.float32, device)
-    ids, log_probs = make_teacher(inputs, k)
-    exact = plain_distillation(inputs, ids, log_probs, torch.float64).grad_hidden
-    eager = plain_distillation(inputs, ids, log_probs, torch.float32).grad_hidden
-    z = (inputs.hidden @ inputs.weight.t()).double().requires_grad_()
-    targets = ids.transpose(0, 1)
-    inside = (targets >= 0) & (targets < z.shape[-1])
-    shares = log_probs.transpose(0, 1).double().exp() * inside
-    loss = -(shares * z.log_softmax(-1).gather(-1, targets.where(inside, 0))).sum(-1)
-    loss.backward(inputs.grad_loss.t().double())
-    of_rounding = relative_error(z.grad @ inputs.weight.double(), exact)
-    assert relative_error(eager, exact) < 1.5 * of_rounding
