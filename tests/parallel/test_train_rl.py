@@ -156,6 +156,32 @@ def test_float16_module_upcasts(rank: Rank):
     assert_same(found[1], found[0])
 
 
+@on_ranks(of_core(2, NEWEST))
+def test_a_part_of_the_context(rank: Rank):
+    """As main's get_logprobs under context parallelism: every position of a part, with labels of its own.
+
+    The local attention refuses context parallelism: here a part attends to itself, off and on.
+    """
+    have_groups(rank.size)
+    tokens, positions, upstream = tokens_of(rank)
+    half = SEQUENCE // 2
+
+    def part_of(model: Any, tokens: Any, positions: Any) -> Any:
+        logits = model(tokens[:, :half], positions[:, :half], None, runtime_gather_output=True)
+        return rl_utils.selective_log_softmax(logits, tokens[:, 1 : half + 1])
+
+    found = []
+    for turn in (contextlib.nullcontext(), flag(num_chunks=3, logit_precision="activations")):
+        with turn as seen, patched_caller(get_logprobs=part_of):
+            built = build(Model(), rank)
+            log_probs = rl_utils.get_logprobs(built, tokens, positions)
+            log_probs.backward(upstream[:, :half])
+        found.append((log_probs.detach(), {name: p.grad for name, p in built.named_parameters()}))
+    assert seen.counts == (1, 0, 0)
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-6, atol=1e-6)
+    megatron.assert_same_gradients(found[1][1], found[0][1])
+
+
 @on_ranks(*megatron.both_cores(4))
 def test_a_pipeline_in_bf16(rank: Rank):
     """As compute_logprobs_batch: what the last stage has fits the buffer that the first receives into."""
