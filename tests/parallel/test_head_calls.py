@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,14 +16,11 @@ from megatron_fused_ce import (
     fused_linear_token_outputs,
     fused_linear_topk_distillation,
 )
-from megatron_fused_ce.head.autograd import linear_cross_entropy
-from megatron_fused_ce.head.call import Call
 from megatron_fused_ce.losses.outputs import OUTPUTS
-from megatron_fused_ce.ranks import collectives
 from megatron_fused_ce.scripts.lib import reference
 from megatron_fused_ce.scripts.lib.reference import assert_close, make_inputs, relative_error, truth
 from tests.support import head, pairs
-from tests.support.head import AtItsWait, plain_inputs, rows_of, same_on_all_ranks, scaled_exp_dtype, shard_of
+from tests.support.head import plain_inputs, rows_of, same_on_all_ranks, scaled_exp_dtype, shard_of
 from tests.support.losses import LOSSES, compare
 from tests.support.op import STRATEGIES
 from tests.support.ranks import Rank, on_ranks
@@ -55,8 +51,8 @@ def whole(rank: Rank, loss, hidden, weight, sp) -> reference.HeadResult:
     )
 
 
-@on_ranks(2, pytest.param(4, marks=pytest.mark.rest))
-@pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
+@on_ranks(2)
+@SP
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", ["all outputs", "users' own"])
 def test_a_sum_of_terms(rank: Rank, name, strategy, sp):
@@ -79,7 +75,7 @@ def num_tokens(rank: Rank) -> int:
     return 96 if rank.device.type == "cuda" else 24
 
 
-@on_ranks(2, pytest.param(4, marks=pytest.mark.rest))
+@on_ranks(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(
     ("backend", "gap"), [("gemm_rows", -600.0), ("scaled_exp", -600.0), ("scaled_exp", 600.0)]
@@ -125,7 +121,7 @@ def test_an_outlier_in_one_shard(rank: Rank, strategy, sp):
         assert_close(result, inputs)
 
 
-@on_ranks(2, 4)
+@on_ranks(2)
 @SP
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("where", ["hidden", "weight"])
@@ -148,20 +144,6 @@ def test_nan_of_one_token(rank: Rank, where, strategy, sp):
     assert torch.equal(broken.loss[others], clean.loss[others])
     # In fp32 the sums over the vocabulary are per token; grad_in_forward's scale is the whole call's.
     assert torch.equal(broken.grad_hidden[others.t()], clean.grad_hidden[others.t()])
-
-
-@on_ranks(2)
-@SP
-def test_argmax_of_each_shard(rank: Rank, sp):
-    inputs = plain_inputs(rank, s=8, b=2, vocab=100)
-    hidden, weight, settings = shard_of(rank, inputs, sp, "equal")
-    config = FusedCEConfig(num_chunks=3)
-    out = linear_cross_entropy(
-        Call(hidden, weight, inputs.labels, **settings, config=config, with_argmax=True)
-    )
-    expected = (inputs.hidden @ weight.t()).flatten(0, 1).max(-1)
-    assert torch.equal(out.outputs["shard_argmax"].t().flatten(), expected.indices)
-    torch.testing.assert_close(out.outputs["shard_max"].t().flatten(), expected.values)
 
 
 # --- what is asked for -----------------------------------------------------------------------
@@ -291,21 +273,15 @@ def distillation(rank: Rank, strategy, sp, merge):
 
 @on_ranks(2, 4)
 @pytest.mark.parametrize(
-    ("moment", "sp", "merge"),
-    [
-        (AtItsWait, False, "packed"),
-        (AtItsWait, True, "packed"),
-        (AtItsWait, True, "all_reduce"),
-        (head.AtItsStart, True, "packed"),
-    ],
+    ("at", "sp", "merge"),
+    [("wait", False, "packed"), ("wait", True, "all_reduce"), ("start", True, "packed")],
 )
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_collectives_at_their_start_or_wait(rank: Rank, strategy, moment, sp, merge):
+def test_collectives_at_their_start_or_wait(rank: Rank, strategy, at, sp, merge):
     """Nothing that is under way is overwritten, nothing is read that has not been waited for, and no gather
-    goes into a slot that is still read.
-    """
+    goes into a slot that is still read. Random delays: test_distillation.py."""
     inputs = plain_inputs(rank, b=2, vocab=512)
     config = FusedCEConfig(strategy=strategy, chunk_tokens=8, merge=merge, logits_backend="gemm_rows")
-    with patch.object(collectives, "_start", lambda c, *t, beside=True, **o: moment(c, t, o)):
+    with head.collectives_run(at):
         result = fused_result(rank, inputs, config, sp=sp)
     assert_close(result, inputs)

@@ -8,7 +8,6 @@ Megatron-FSDP are in test_fsdp.py, combined 1F1B as a whole in tests/megatron/te
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -133,29 +132,15 @@ def functional(step: Step) -> Tensor:
     return step.masked(step(lambda *args, **kwargs: torch.func.functional_call(model, given, args, kwargs)))
 
 
-def checkpointed(reentrant: bool) -> Use:
-    def use(step: Step) -> Tensor:
-        scale = torch.ones((), device=step.ids.device, requires_grad=True)
-        return step.masked(checkpoint(lambda scale: step() * scale, scale, use_reentrant=reentrant))
-
-    return use
+def checkpointed(step: Step) -> Tensor:
+    scale = torch.ones((), device=step.ids.device, requires_grad=True)
+    return step.masked(checkpoint(lambda scale: step() * scale, scale, use_reentrant=True))
 
 
-def of_copy(step: Step) -> Tensor:
-    """A deepcopy made after the build; its gradients are handed to the model that is compared."""
-    groups = [vars(module).values() for module in step.model.modules()]
-    groups = [v for values in groups for v in values if isinstance(v, torch.distributed.ProcessGroup)]
-    collections = [getattr(module, "pg_collection", None) for module in step.model.modules()]
-    twin = copy.deepcopy(step.model, {id(kept): kept for kept in [*groups, *collections] if kept is not None})
-    loss = step.masked(step(twin))
-    pairs = zip(step.model.parameters(), torch.autograd.grad(loss, list(twin.parameters())), strict=True)
-    return loss.detach() + sum(((p - p.detach()).float() * g.float()).sum() for p, g in pairs)
-
-
-def in_float16_module(step: Step) -> Tensor:
-    from megatron.core.transformer.module import Float16Module
-
-    return step.masked(step(Float16Module(step.model.config, step.model)))
+def compiled(step: Step) -> Tensor:
+    """As torch.compile traces it."""
+    with patch.object(torch.compiler, "is_compiling", lambda: True):
+        return step.masked(step())
 
 
 def in_place(step: Step) -> Tensor:
@@ -163,28 +148,6 @@ def in_place(step: Step) -> Tensor:
     losses.mul_(step.mask)
     losses.div_(step.mask.sum())
     return losses.sum()
-
-
-def default_dtype(step: Step) -> Tensor:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        losses = step()
-    finally:
-        torch.set_default_dtype(before)
-    return step.masked(losses)
-
-
-def autocast(step: Step) -> Tensor:
-    with torch.autocast(step.ids.device.type, torch.bfloat16):
-        losses = step()
-    return step.masked(losses)
-
-
-def compiled(step: Step) -> Tensor:
-    """As torch.compile traces it."""
-    with patch.object(torch.compiler, "is_compiling", lambda: True):
-        return step.masked(step())
 
 
 def directly(step: Step) -> Tensor:
@@ -195,54 +158,27 @@ def directly(step: Step) -> Tensor:
     return step.of_logits(logits) + 0.0 * step.masked(step())
 
 
-def loss_used_twice(step: Step) -> Tensor:
-    losses = step()
-    return step.masked(losses) + losses.square().mean()
-
-
 def gathered(step: Step) -> Tensor:
     logits = step(labels=False, runtime_gather_output=True)
     log_probs = logits.float().log_softmax(-1).gather(-1, step.labels.unsqueeze(-1)).squeeze(-1)
     return step.masked(-log_probs)
 
 
-def spectrally_normed(step: Step) -> Tensor:
-    """Whose weight depends on how often it was read."""
-    torch.manual_seed(5)  # of the vectors that it starts from
-    layer = nn.utils.parametrizations.spectral_norm(step.model.output_layer)
-    return step.masked(step()) + layer.parametrizations.weight[0]._u.abs().sum()
-
-
-def trained_by_a_pre_hook(brings: Callable[[Step], Tensor]) -> Use:
-    """All else is frozen while the model is called; another term has gradients, so that nothing raises."""
-
-    def use(step: Step) -> Tensor:
-        parameters = list(step.model.parameters())
-        other = sum(1e-3 * parameter.square().sum() for parameter in parameters)
-        trained = brings(step)
-        for parameter in parameters:
-            parameter.requires_grad_(parameter is trained)
-        with torch.no_grad():
-            step()
-        loss = step.masked(step())
-        for parameter in parameters:
-            parameter.requires_grad_()
-        return loss + other
-
-    return use
-
-
-def an_adapter(step: Step) -> Tensor:
-    layer = step.model.output_layer
-    layer.adapter = nn.Parameter(torch.linspace(0.5, 1.5, layer.input_size, device=step.ids.device))
-    layer.register_forward_pre_hook(lambda layer, given: (given[0] * layer.adapter, *given[1:]))
-    return layer.adapter
-
-
-def pruning(step: Step) -> Tensor:
-    """The weight is made by each call, and is without a gradient what an evaluation made of it."""
+def trained_by_a_pre_hook(step: Step) -> Tensor:
+    """All else is frozen while the model is called; another term has gradients, so that nothing raises. The
+    weight is made by each call, and is without a gradient what an evaluation made of it."""
+    parameters = list(step.model.parameters())
+    other = sum(1e-3 * parameter.square().sum() for parameter in parameters)
     torch.manual_seed(5)
-    return prune.random_unstructured(step.model.output_layer, "weight", 0.3).weight_orig
+    prune.random_unstructured(step.model.output_layer, "weight", 0.3)
+    for parameter in parameters:
+        parameter.requires_grad_(parameter is step.model.output_layer.weight_orig)
+    with torch.no_grad():
+        step()
+    loss = step.masked(step())
+    for parameter in parameters:
+        parameter.requires_grad_()
+    return loss + other
 
 
 def mask_changed(step: Step) -> Tensor:
@@ -276,21 +212,18 @@ def within_its_own_evaluation(step: Step) -> Tensor:
 # Changes of a model.
 
 
-def method(name: str, function: Callable[..., Any], wraps: bool = True) -> Change:
-    """The model's class has another method of this name: ``function(stock, *args)``.
+def scaled_otherwise(model: Any) -> Any:
+    """A decorator, which copies attributes, around the class's method."""
+    stock = type(model)._scale_logits
+    return patch.object(
+        type(model), "_scale_logits", functools.wraps(stock)(lambda self, z: stock(self, z.mul_(0.3)))
+    )
 
-    ``wraps``: by ``functools.wraps``, which copies attributes.
-    """
 
-    def change(model: Any, stack: contextlib.ExitStack) -> None:
-        stock = getattr(model, name).__func__
-
-        def own(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return function(functools.partial(stock, self), *args, **kwargs)
-
-        stack.enter_context(patch.object(type(model), name, functools.wraps(stock)(own) if wraps else own))
-
-    return change
+def parametrized(layer: Any) -> None:
+    """By what depends on how often it was read."""
+    torch.manual_seed(5)  # of the vectors that it starts from
+    nn.utils.parametrizations.spectral_norm(layer)
 
 
 def in_class(make: Callable[[type], type]) -> Change:
@@ -420,19 +353,6 @@ def hooked_everywhere(hook: Callable[..., Any]) -> Change:
     return change
 
 
-def replaced(of_class: bool, name: str) -> Change:
-    """A method of Megatron's layer, or of this one, gives half of what it gave."""
-
-    def change(model: Any, stack: contextlib.ExitStack) -> None:
-        from megatron.core.tensor_parallel import ColumnParallelLinear
-
-        owner = ColumnParallelLinear if of_class else model.output_layer
-        stock = getattr(owner, name)
-        stack.enter_context(patch.object(owner, name, lambda *a, **k: halved(stock(*a, **k))))
-
-    return change
-
-
 def with_a_bias(layer: Any) -> None:
     layer.bias = nn.Parameter(torch.linspace(-1, 1, len(layer.weight), device=layer.weight.device))
     layer.skip_bias_add = False
@@ -441,10 +361,6 @@ def with_a_bias(layer: Any) -> None:
 def with_attributes(**attributes: Any) -> Change:
     """The layer has other ones than when it was built."""
     return of_layer(lambda layer: vars(layer).update(attributes))
-
-
-def with_fewer_rows(layer: Any) -> None:
-    layer.weight = nn.Parameter(layer.weight.detach()[:-3].clone())
 
 
 def built_before_the_flag(model: Any, stack: contextlib.ExitStack) -> None:
@@ -479,15 +395,9 @@ CALLED_HERE = f"is called by {__name__}"
 ROWS = {
     # Megatron's own path through the model.
     "labels, changed in place": fused(in_place),
+    "checkpoint": fused(checkpointed, fused=2),
     "a schedule's _postprocess": fused(postprocess_alone, families=GPT),
-    "bf16 wrapped": fused(in_float16_module, **BF16),
-    "checkpoint, reentrant": fused(checkpointed(True), fused=2),
-    "checkpoint": fused(checkpointed(False), fused=2),
     "a frozen head": fused(change=of_layer(lambda layer: layer.weight.requires_grad_(False))),
-    "a copy of the model": fused(of_copy),
-    "another default dtype": fused(default_dtype),
-    "autocast": fused(autocast, **BF16),
-    "grad_in_forward, loss used twice": fused(loss_used_twice, options={"strategy": "grad_in_forward"}),
     "functional_call of the model": fused(functional),
     "a sharding's class": fused(  # as FSDP2 puts around a layer's
         change=of_layer(lambda layer: subclass(layer, name=f"Sharded{type(layer).__name__}"))
@@ -496,16 +406,10 @@ ROWS = {
     "a mask changed before the head": fused(mask_changed, options={"skip_masked": True}, families=GPT),
     # Models of other people around Megatron's; a loss of their own: test_known_forms.py.
     "a _postprocess around Megatron's": fused(change=in_class(outer_postprocess), families=GPT),
-    "a wrapper around Megatron's _postprocess": fused(
-        change=method("_postprocess", lambda stock, *a, **k: stock(*a, **k), wraps=False), families=GPT
-    ),
     "a _postprocess of one's own": stays(CALLED_HERE, own_head(vocab_parallel, stock_head), families=GPT),
-    "a decorated loss": stays(
-        "the loss of this call is",
-        method("compute_language_model_loss", lambda stock, y, z: stock(y, z.div_(3.0))),
-    ),
     "a decorated scale": stays(
-        "are scaled by", method("_scale_logits", lambda stock, z: stock(z.mul_(0.3))), since=(0, 19)
+        "are scaled by",
+        lambda model, stack: stack.enter_context(scaled_otherwise(model)), since=(0, 19),
     ),
     # Logits in other hands.
     "an output processor behind mtp": stays(
@@ -517,7 +421,6 @@ ROWS = {
     # Layers that somebody has changed.
     "extended by a softcap": stays(f"its forward is {__name__}.Mixin", extended(Mixin)),
     "extended by a known softcap": fused(change=extended(KnownMixin, 2.0)),
-    "extended by a known softcap, no cap": fused(change=extended(KnownMixin)),
     "extended by a known softcap, changed": stays("its forward is", extended(OtherMixin, 2.0)),
     "a known softcap and mup": fused(
         change=extended(KnownMixin, 0.5), model={"mup": True}, since=(0, 19)
@@ -533,15 +436,8 @@ ROWS = {
         "is called by torch", own_head(megatrons, detached_head), families=GPT
     ),
     "a forward hook": stays("a forward hook", hooked("register_forward_hook", half_of)),
-    "a forward hook on all modules": stays("a forward hook", hooked_everywhere(half_of)),
     "a forward pre-hook": fused(
         change=hooked("register_forward_pre_hook", lambda layer, given: (given[0] * 0.5, *given[1:]))
-    ),
-    "a forward pre-hook that is all that is trained": stays(
-        "nothing but a forward pre-hook", use=trained_by_a_pre_hook(an_adapter), fused=1
-    ),
-    "a weight made by a pre-hook is all that is trained": stays(
-        "nothing but a forward pre-hook", use=trained_by_a_pre_hook(pruning), fused=1
     ),
     "a backward pre-hook": stays(
         "a backward hook", hooked("register_full_backward_pre_hook", clamped), **BF16
@@ -549,16 +445,20 @@ ROWS = {
     "a backward hook": stays(
         "a backward hook", hooked("register_full_backward_hook", shrunk_by_the_logits), **BF16
     ),
-    "a parametrization": stays("a parametrization of its output layer", use=spectrally_normed),
-    "Megatron's forward replaced": stays("stands in the place of", replaced(True, "forward")),
-    "Megatron's product replaced": stays("stands in the place of", replaced(False, "_forward_impl")),
+    "a pre-hook that is all that is trained": stays(
+        "nothing but a forward pre-hook", use=trained_by_a_pre_hook, fused=1
+    ),
+    "a parametrization": stays("a parametrization of its output layer", of_layer(parametrized)),
+    "compiled": stays("within torch.compile", use=compiled),
     "a bias given later": stays("a bias", of_layer(with_a_bias)),
     "grad_hidden not reduced any more": stays(
         "does not reduce grad_hidden", with_attributes(disable_grad_reduce=True, allreduce_dgrad=False)
     ),
+    "fewer rows than the layer was built for": stays(
+        "its layer was built for",
+        of_layer(lambda layer: setattr(layer, "weight", nn.Parameter(layer.weight.detach()[:-3].clone()))),
+    ),
     "an expert layer later": stays("an expert layer", with_attributes(explicit_expert_comm=True)),
-    "fewer rows than the layer was built for": stays("its layer was built for", of_layer(with_fewer_rows)),
-    "compiled": stays("within torch.compile", use=compiled),
     "float64": stays("are float64", lambda model, _: model.double()),
     # What nobody would apply. A hook, no labels: test_models.py.
     "a hook that drops arguments": Row(
