@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import sys
+import types
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_fused_ce.adapter.deferred_logits import DeferredLogits
 from megatron_fused_ce.scripts.lib.live_storages import LogitStorages
-from tests.support import megatron, stand_in
+from tests.support import megatron
 from tests.support.megatron import BATCH, NEWEST, SEQUENCE, VOCAB, Model, build, flag, have_groups, of_core
 from tests.support.op import gemm_flops
 from tests.support.ranks import Rank, on_ranks
@@ -21,12 +24,6 @@ from tests.support.ranks import Rank, on_ranks
 TEMPERATURE = 0.7
 #: Of four samples: all tokens, those of the response. The rest of the sequence is padding.
 LENGTHS = ((9, 4), (4, 3), (2, 0), (8, 7))
-MODELS = {
-    "gpt": Model(),
-    "gpt tied sp": Model(tied=True, sequence_parallel=True),
-    "hybrid sp": Model(family="hybrid", sequence_parallel=True),
-    "gpt bf16 sp": Model(dtype=torch.bfloat16, sequence_parallel=True),
-}
 
 
 def definition(logits: Tensor, tokens: Tensor, entropy: str) -> tuple[Tensor, Tensor | None]:
@@ -81,10 +78,9 @@ class Seen:
     def __init__(self, model: Model, rank: Rank, log_probs: Any, entropy: str, real: bool) -> None:
         """``real``: for a caller who takes real logits all the same."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
-        from megatron.core.transformer.module import Float16Module
 
         built = build(model, rank)
-        caller = built if model.dtype == torch.float32 else Float16Module(built.config, built)
+        caller = megatron.as_called(model, built)
         generator = torch.Generator().manual_seed(3)
         ids = torch.randint(0, VOCAB, (1, SEQUENCE), generator=generator).to(rank.device)
         upstream = torch.randn(2, SEQUENCE, generator=generator).to(rank.device)
@@ -114,20 +110,21 @@ class Seen:
         self.gradients = {name: parameter.grad for name, parameter in built.named_parameters()}
 
 
-@on_ranks(of_core(2, NEWEST), of_core(1, NEWEST, pytest.mark.rest), of_core(2, megatron.INSTALLED))
+@on_ranks(of_core(2, NEWEST), of_core(2, megatron.INSTALLED))
 @pytest.mark.parametrize("caller", CALLERS)
 @pytest.mark.parametrize(
     ("name", "entropy", "real"),
     [
         ("gpt", "none", False),
-        ("gpt tied sp", "differentiable", False),
-        ("gpt tied sp", "detached", True),
-        ("hybrid sp", "detached", False),
-        ("gpt bf16 sp", "detached", False),
+        ("gpt", "differentiable", False),
+        ("gpt", "detached", True),
+        ("hybrid", "detached", False),
     ],
 )
 def test_off_against_on(rank: Rank, caller, name, entropy, real):
-    model = MODELS[name]
+    in_half = (name, caller) == ("hybrid", "at once")
+    dtype = torch.bfloat16 if in_half else torch.float32
+    model = Model(family=name, tied=real, sequence_parallel=entropy != "none", dtype=dtype)
     have_groups(rank.size)
     off = Seen(model, rank, CALLERS[caller], entropy, real)
     precision = "activations" if model.dtype == torch.bfloat16 else "auto"
@@ -152,7 +149,7 @@ def test_off_against_on(rank: Rank, caller, name, entropy, real):
         assert 0 < on.storages.peak_bytes <= everything * 4 / 6
 
 
-@on_ranks(of_core(2, NEWEST), of_core(1, NEWEST, pytest.mark.rest))
+@on_ranks(of_core(2, NEWEST))
 @pytest.mark.parametrize("how", ["", "nan", "checkpoint", "nan upstream"])
 def test_a_rank_without_response_tokens(rank: Rank, how):
     """Context parallelism leaves ranks with prompt alone: `0 * logits.sum()` is all that their loss has."""
@@ -219,12 +216,10 @@ def test_an_upcast_imported_by_name_before_takes_deferred_logits(rank: Rank):
     """As the schedules of combined 1F1B have it, in a process that turns the head on later."""
     from megatron_fused_ce.adapter import rl_logprobs
 
-    def stock(value: Any) -> Any:
-        raise AssertionError("not for deferred logits")
-
-    with pytest.MonkeyPatch.context() as patch, flag(deferred_logits=True):
-        theirs = stand_in.module(patch, "transformer.module", float16_to_fp32=stock)
-        early = stand_in.module(patch, "common.utils", float16_to_fp32=stock)
+    theirs, early = types.ModuleType("transformer.module"), types.ModuleType("common.utils")
+    theirs.float16_to_fp32 = early.float16_to_fp32 = lambda value: pytest.fail("not for deferred logits")
+    of_name = {module.__name__: module for module in (theirs, early)}
+    with patch.dict(sys.modules, of_name), flag(deferred_logits=True):
         rl_logprobs.patch_upcast(theirs)
         have_groups(1)
         model = build(Model(dtype=torch.bfloat16), rank)

@@ -36,23 +36,14 @@ FORWARD = {"strategy": "grad_in_forward"}
 #: With a limit, inputs and gradients of different calls may be paired without an error.
 DEFERRED = {"defer_embedding_wgrad_compute": True, "wgrad_deferral_limit": 4}
 BY_NAME = {
-    "gpt": Model(),
-    "gpt store": Model(strategy="store"),
-    "gpt sp": Model(**SP),
     "gpt bf16 sp": Model(**SP, dtype=torch.bfloat16),
     "gpt mtp 2 tied": Model(mtp=2, tied=True),
-    "gpt mtp 2 sp": Model(mtp=2, **SP),
-    "gpt fused wgrad": Model(fused_wgrad=True),
+    "gpt fused wgrad overlap store": Model(**FUSED, strategy="store"),
     "gpt fused wgrad tied mtp 1 overlap": Model(**FUSED, tied=True, mtp=1),
-    "gpt fused wgrad sp overlap store": Model(**FUSED, **SP, strategy="store"),
-    "gpt grad_in_forward": Model(**FORWARD),
     "gpt grad_in_forward sp": Model(**FORWARD, **SP),
-    "gpt grad_in_forward bf16": Model(**FORWARD, dtype=torch.bfloat16),
     "gpt grad_in_forward fused wgrad tied mtp 1 overlap": Model(**FORWARD, **FUSED, tied=True, mtp=1),
-    "gpt masked tokens skipped": Model(strategy="store", skip_masked=True),
     "gpt masked tokens skipped grad_in_forward sp mtp 1": Model(**FORWARD, **SP, skip_masked=True, mtp=1),
-    "hybrid grad_in_forward": Model(**FORWARD, family="hybrid"),
-    "hybrid tied sp": Model(family="hybrid", tied=True, **SP),
+    "hybrid tied sp grad_in_forward": Model(family="hybrid", tied=True, **SP, **FORWARD),
     # Not in megatron-core 0.16.
     "gpt mup mtp 1": Model(mup=True, mtp=1),
     "hybrid mtp 1": Model(family="hybrid", mtp=1),
@@ -60,10 +51,7 @@ BY_NAME = {
 }
 SINCE_0_17 = ("gpt mup mtp 1", "hybrid mtp 1", "gpt mtp 1 detached heads")
 PIPELINES = {
-    "pp 2": Model(),
-    "pp 2 tied sp store": Model(tied=True, **SP, strategy="store"),
     "pp 2 tied grad_in_forward overlap fused wgrad": Model(tied=True, **FORWARD, **FUSED),
-    "pp 2 mtp 1 sp": Model(mtp=1, **SP),
     "pp 2 mtp 1 tied grad_in_forward fused wgrad": Model(mtp=1, tied=True, **FORWARD, fused_wgrad=True),
     "pp 2 mtp 1 grad_in_forward sp, deferred": Model(
         mtp=1, **FORWARD, **SP, fused_wgrad=True, extra=DEFERRED
@@ -71,8 +59,6 @@ PIPELINES = {
     "two virtual stages tied sp store, deferred": Model(
         virtual=2, tied=True, **SP, strategy="store", fused_wgrad=True, extra=DEFERRED
     ),
-    "two virtual stages tied sp": Model(virtual=2, tied=True, **SP),
-    "two virtual stages grad_in_forward sp": Model(virtual=2, **FORWARD, **SP),
     "two virtual stages tied store overlap fused wgrad": Model(
         virtual=2, tied=True, strategy="store", **FUSED
     ),
@@ -89,11 +75,8 @@ def model_of(rank: Rank, name: str) -> Model:
     return model
 
 
-def train(model: Model, rank: Rank, num_micro_batches: int = 2, steps: int = 1) -> dict[str, torch.Tensor]:
-    """The last stage's losses, every accumulated gradient of this rank's, and the MTP metrics, by name.
-
-    Of the last of ``steps`` with the same weights.
-    """
+def train(model: Model, rank: Rank, num_micro_batches: int = 2) -> dict[str, torch.Tensor]:
+    """The last stage's losses, every accumulated gradient of this rank's, and the MTP metrics, by name."""
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
@@ -115,15 +98,12 @@ def train(model: Model, rank: Rank, num_micro_batches: int = 2, steps: int = 1) 
 
         return megatron.losses_of(stage, batch, rank), loss
 
-    for _ in range(steps):
-        for stage in stages:
-            stage.zero_grad_buffer()
-        iterators = [iter(batches) for _ in stages]
-        told = get_forward_backward_func()(
-            forward_step_func=step, data_iterator=iterators if model.virtual > 1 else iterators[0],
-            model=stages if model.virtual > 1 else stages[0], num_microbatches=num_micro_batches,
-            seq_length=SEQUENCE, micro_batch_size=BATCH, forward_only=False,
-        )  # fmt: skip
+    iterators = [iter(batches) for _ in stages]
+    told = get_forward_backward_func()(
+        forward_step_func=step, data_iterator=iterators if model.virtual > 1 else iterators[0],
+        model=stages if model.virtual > 1 else stages[0], num_microbatches=num_micro_batches,
+        seq_length=SEQUENCE, micro_batch_size=BATCH, forward_only=False,
+    )  # fmt: skip
     results = {f"loss of micro-batch {i}": losses["losses"] for i, losses in enumerate(told)}
     for number, stage in enumerate(stages):
         for name, parameter in stage.module.named_parameters():
@@ -222,45 +202,6 @@ def test_a_pipeline(rank: Rank, name):
     compare(off, on, model, pipeline=True)
 
 
-def losses_of_real_logits(stage: Any, batch: megatron.Batch, rank: Rank) -> Any:
-    """Behind a metric, which makes logits of its own."""
-    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
-
-    made = stage(batch.ids, *megatron.positions_and_mask(rank), labels=None)
-    if not stage.module.post_process:
-        return made
-    with torch.no_grad():
-        made.argmax(-1)
-    logits = made.clone().transpose(0, 1).contiguous()
-    return vocab_parallel_cross_entropy(logits, batch.labels.t().contiguous()).t()
-
-
-@on_ranks(of_core(4, megatron.NEWEST, needs_nccl=megatron.DDP))
-@pytest.mark.parametrize("in_place", ["of all losses", "of every second loss"])
-def test_real_logits_beside_deferral(rank: Rank, in_place):
-    """Real logits come from Megatron's layer, whose lists nothing may enter: a metric's have no gradient, and
-    of a fused loss there is nothing to pair with."""
-    from megatron.core import parallel_state
-
-    model, fused, calls = Model(**SP, fused_wgrad=True), megatron.losses_of, []
-
-    def losses_of(*given: Any) -> Any:
-        calls.append(given)
-        alternates = in_place != "of all losses" and len(calls) % 2
-        return (fused if alternates else losses_of_real_logits)(*given)
-
-    have_groups(2, 2)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(megatron, "losses_of", losses_of)
-        right = train(model, rank, 4, 2)
-        with flag(deferred_logits=True) as seen:
-            got = train(replace(model, extra=DEFERRED), rank, 4, 2)
-    is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-    num_fused = 0 if in_place == "of all losses" else 4
-    assert seen.counts[0] == num_fused * is_last and seen.counts[1] >= (8 - num_fused) * is_last
-    compare(right, got, model, pipeline=True)
-
-
 @on_ranks(*MODELS)
 def test_checkpoint_moves_between_flag_off_and_on(rank: Rank):
     """A state dict saved with the flag on loads strictly with it off, and the other way round."""
@@ -274,17 +215,6 @@ def test_checkpoint_moves_between_flag_off_and_on(rank: Rank):
     off.load_state_dict(on.state_dict())
     on.load_state_dict(off.state_dict())
     assert sorted(on.sharded_state_dict()) == sorted(off.sharded_state_dict())
-
-
-#: Megatron's low-precision settings. MXFP8 with its output projection: see the test below.
-LOW_PRECISION: dict[str, dict[str, Any]] = {
-    "delayed": {"fp8": "hybrid"},
-    "tensorwise, first and last layer in bf16": {
-        "fp8": "hybrid", "fp8_recipe": "tensorwise", "first_last_layers_bf16": True,
-        "num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 0,
-    },
-    "nvfp4": {"fp4": "e2m1", "fp4_recipe": "nvfp4"},
-}  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -313,15 +243,15 @@ def low_precision_contexts(patch: pytest.MonkeyPatch, entered: list[str]) -> Ite
 
 @on_ranks(*IN_DDP[:1])
 @pytest.mark.parametrize("family", ["gpt", "hybrid"])
-@pytest.mark.parametrize("name", LOW_PRECISION)
-def test_layers_in_low_precision(rank: Rank, name, family):
+def test_layers_in_low_precision(rank: Rank, family):
     """The head is Megatron's bf16 layer, outside of every FP8 and FP4 context, and fused as ever.
 
     Transformer Engine's contexts are stand-ins, and the layers are Megatron's local ones, in bf16.
     """
     from megatron_fused_ce.adapter import requests
 
-    model = Model(family=family, mtp=1, dtype=torch.bfloat16, extra=LOW_PRECISION[name])
+    lower = {"fp8": "hybrid"} if family == "gpt" else {"fp4": "e2m1", "fp4_recipe": "nvfp4"}
+    model = Model(family=family, mtp=1, dtype=torch.bfloat16, extra=lower)
     have_groups(rank.size)
     entered: list[str] = []
     around_head = []
@@ -336,7 +266,7 @@ def test_layers_in_low_precision(rank: Rank, name, family):
         patch.setattr(requests, "linear_cross_entropy", noted)
         with flag() as seen:
             on = train(model, rank)
-    assert set(entered) == {"get_fp4_context" if "fp4" in LOW_PRECISION[name] else "get_fp8_context"}
+    assert set(entered) == {"get_fp4_context" if "fp4" in lower else "get_fp8_context"}
     assert around_head == [[]] * 4 and seen.counts == (4, 0, 0)
     for key in ("loss of micro-batch 0", "loss of micro-batch 1"):
         torch.testing.assert_close(on[key], off[key], rtol=2e-3, atol=0)

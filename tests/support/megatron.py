@@ -366,6 +366,13 @@ def in_ddp(model: Model, rank: Rank) -> list[Any]:
     return wrapped
 
 
+def as_called(model: Model, built: Any) -> Any:
+    """As Megatron wraps it: half-precision models in Float16Module."""
+    from megatron.core.transformer.module import Float16Module
+
+    return built if model.dtype == torch.float32 else Float16Module(built.config, built)
+
+
 class Training:
     """A model under training by Megatron's Adam: ``model``, ``ddp`` around it, and ``optimizer``."""
 

@@ -58,10 +58,11 @@ AXES: dict[str, dict[str, tuple[Any, ...]]] = {
     # What only four ranks can break: rings of buffers, shards, merges and skipped tokens.
     "4 ranks": LAYOUT,
     "other results": {
-        "asked": ("outputs", "distillation"),
+        "asked": ("every output", "5 entries", "terms: all outputs", "terms: users' own"),
         "strategy": STRATEGIES[:3],
         "sequence_parallel": (False, True),
         "merge": ("packed", "all_reduce"),
+        "dtype": DTYPES[:2],
     },
     # Of tests/op and tests/kernels, in one process.
     "options by the scaled-exp GEMM": {
