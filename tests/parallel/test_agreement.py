@@ -152,8 +152,8 @@ def test_later_calls_exchange_nothing(rank: Rank) -> None:
         history.specs.clear()
     with patch("megatron_fused_ce.head.spec.MAX_SPECS", 4):
         for scale in range(2, 8):
-            given = {"vocab_start": rank.rank * ROWS, "config": FusedCEConfig(logit_scale=1 / scale)}
-            assert exchanges(call, **given) == 0
+            config = replace(scaled, logit_scale=1 / scale)
+            assert exchanges(call, vocab_start=rank.rank * ROWS, config=config) == 0
     assert len(history.specs) == 4
 
 

@@ -22,9 +22,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy
+from megatron_fused_ce.head import promise
 from megatron_fused_ce.ranks import agreement
 from tests.support import megatron
 from tests.support.collectives import Collectives
+from tests.support.head import plain_inputs, shard_of
 from tests.support.megatron import BATCH, DDP, SEQUENCE, VOCAB, Model, both_cores, flag, of_core
 from tests.support.op import promises
 from tests.support.ranks import Rank, on_ranks
@@ -201,8 +203,6 @@ def test_trains_as_recompute(rank: Rank, name):
 @pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
 def test_one_rank_alone_finds_it_broken(rank: Rank, sp):
     """All ranks of the tensor-parallel group recompute, or none: one MAX all-reduce of three numbers."""
-    from megatron_fused_ce.head import promise
-
     pair = Pair(rank, TP.but(sequence_parallel=sp, fused_wgrad=True))
     fit = promise.fit_scalar
 
@@ -225,58 +225,27 @@ def test_one_rank_alone_finds_it_broken(rank: Rank, sp):
     assert shapes == [[((3,),)] * NUM_MICRO_BATCHES, [], [((3,),)], []]
 
 
-def of_group(rank: Rank, sp: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Hidden states ``[2, n, b, H]`` and a weight's rows of this rank; labels and a mask ``[b, s]``."""
-    generator = torch.Generator().manual_seed(4)
-    weight = torch.randn(2, 20, 8, generator=generator)[rank.rank]
-    hidden = torch.randn(2, 12, 2, 8, generator=generator).chunk(2 if sp else 1, 1)[rank.rank if sp else 0]
-    labels = torch.randint(0, 40, (2, 12), generator=generator)
-    mask = (torch.rand(2, 12, generator=generator) < 0.7).float()
-    return tuple(x.to(rank.device) for x in (hidden, weight, labels, mask))  # type: ignore[return-value]
-
-
-def as_recompute(rank: Rank, sp: bool, use: Callable[..., Tensor], ignore_index: int | None = None) -> None:
-    """Gradients of ``use(head, hidden states of two micro-batches, weight, mask)``."""
-    *operands, labels, mask = of_group(rank, sp)
-    made = []
-    for strategy in ("grad_in_forward", "recompute"):
-        config = FusedCEConfig(strategy=strategy, num_chunks=2, ignore_index=ignore_index)
-        head = functools.partial(
-            fused_linear_cross_entropy, labels=labels, tp_group=rank.group, sequence_parallel=sp,
-            token_weights=mask, config=config,
-        )  # fmt: skip
-        leaves = [one.clone().requires_grad_() for one in (*operands[0], operands[1])]
-        with warnings.catch_warnings(action="ignore"):
-            use(head, leaves[:2], leaves[2], mask).backward()
-        made.append([torch.zeros(()) if one.grad is None else one.grad for one in leaves])
-    close(*made, 1e-6)
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
 @pytest.mark.parametrize("factors", [(1.0, 0.0), (0.5, 0.5)], ids=["1 0", "equal"])
 def test_each_rank_with_a_scalar_of_its_own(rank: Rank, factors, sp):
-    """Each fits, and no scalar is right for ``grad_hidden``, which was summed over them in the forward."""
-    with promises(*((1, 0) if factors[0] == factors[1] else (0, 1))):
-        as_recompute(
-            rank, sp, lambda head, hidden, weight, mask:
-            (head(hidden[0], weight) * factors[rank.rank] * mask).sum(),
-        )  # fmt: skip
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
-def test_a_checkpoint(rank: Rank, sp):
-    """Two micro-batches in flight; the first backward changes the plan by which the second's forward runs.
-
-    Ignored labels: their mask is the last tensor that both forwards save, and has to lie in the same place.
-    """
-
-    def use(head: Any, hidden: list[Tensor], weight: Tensor, mask: Tensor) -> Tensor:
-        losses = [checkpoint(head, one, weight, use_reentrant=False).square().mean() for one in hidden]
-        return losses[0] + losses[1]
-
-    as_recompute(rank, sp, use, ignore_index=3)
+    """Each fits, and no scalar is right for ``grad_hidden``, which was summed over them in the
+    forward. Within a checkpoint, whose forward runs twice."""
+    inputs = plain_inputs(rank)
+    hidden, weight, group = shard_of(rank, inputs, sp)
+    mask = (inputs.grad_loss > -0.5).float()
+    made = []
+    for strategy in ("grad_in_forward", "recompute"):
+        # Ignored labels: their mask is the last tensor that both forwards save.
+        config = FusedCEConfig(strategy, num_chunks=2, ignore_index=3)
+        given = {**group, "token_weights": mask, "config": config}
+        head = functools.partial(fused_linear_cross_entropy, weight=weight, labels=inputs.labels, **given)
+        with warnings.catch_warnings(action="ignore"):
+            loss = (checkpoint(head, hidden, use_reentrant=False) * factors[rank.rank] * mask).sum()
+            made.append(torch.autograd.grad(loss, (hidden, weight)))
+    close(*made, 1e-5)
+    kept = factors[0] == factors[1]
+    assert (promise.counts.kept > 0, promise.counts.remade > 0) == (kept, not kept)
 
 
 @on_ranks(FOUR)

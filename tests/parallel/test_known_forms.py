@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import importlib
 import importlib.util
-import inspect
 import sys
-import textwrap
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -158,6 +155,34 @@ def doubled(stock: Any) -> Any:
     return twice
 
 
+def of_torch(stock: Any) -> Any:
+    """The module with one function replaced."""
+    made = Around(stock)
+    made.log = doubled(stock.log)
+    return made
+
+
+def of_a_fork(stock: Any) -> Any:
+    """A function of a module that has a name of Megatron's."""
+    module: Any = types.ModuleType(f"{PARALLEL}.own_cross_entropy")
+    sys.modules[module.__name__], module.stock = module, stock
+    exec("def loss(*given, **named): return 2 * stock(*given, **named)", vars(module))  # noqa: S102
+    return module.loss
+
+
+def at_its_place(stock: Any) -> Any:
+    """A step with the file, the line and the names of Megatron's, and another body."""
+    code, made = stock.__code__, {}
+    lines = [
+        "def calculate_cross_entropy_loss(exp_logits, predicted_logits, sum_exp_logits):",
+        "    loss = 2 * (sum_exp_logits.log() - predicted_logits)",
+        "    return exp_logits.div_(sum_exp_logits.unsqueeze(dim=-1)), loss",
+    ]
+    text = "\n" * (code.co_firstlineno - 1) + "\n".join(lines)
+    exec(compile(text, code.co_filename, "exec"), stock.__globals__, made)  # noqa: S102
+    return made["calculate_cross_entropy_loss"]
+
+
 class Around:
     """A callable that passes on the attributes of what it calls and is equal to it, as those of wrapt."""
 
@@ -177,17 +202,6 @@ class Around:
         return doubled(self.inner)(*given, **named)
 
 
-class Space:
-    """A module with one name replaced."""
-
-    def __init__(self, inner: Any, **names: Any) -> None:
-        self.inner = inner
-        vars(self).update(names)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-
 class Summed(torch.autograd.Function):
     """A loss without labels."""
 
@@ -199,35 +213,6 @@ class Summed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return (0.25 * grad[..., None].expand(ctx.shape), *[None] * ctx.others)
-
-
-class DoubledStep:
-    @staticmethod
-    def calculate_cross_entropy_loss(exp_logits, predicted_logits, sum_exp_logits):
-        loss = 2 * (sum_exp_logits.log() - predicted_logits)
-        return exp_logits.div_(sum_exp_logits.unsqueeze(dim=-1)), loss
-
-
-def from_module(name: str) -> Any:
-    """A function of a module that has a name of Megatron's, or of a library that Megatron calls."""
-
-    def make(stock: Any) -> Any:
-        module = sys.modules[name] = types.ModuleType(name)
-        exec("def loss(*given, **named): return 2 * stock(*given, **named)", vars(module))  # noqa: S102
-        module.stock = stock  # type: ignore[attr-defined]
-        return module.loss  # type: ignore[attr-defined]
-
-    return make
-
-
-def at_its_place(stock: Any) -> Any:
-    """A step with the file, the line and the names of Megatron's, and another body."""
-    code = stock.__code__
-    text = textwrap.dedent(inspect.getsource(DoubledStep).partition("\n")[2])
-    compiled = compile("\n" * (code.co_firstlineno - 1) + text, code.co_filename, "exec")
-    made: dict[str, Any] = {}
-    exec(compiled, stock.__globals__, made)  # noqa: S102
-    return made["calculate_cross_entropy_loss"].__func__
 
 
 def of_torchs(stock: Any) -> Any:
@@ -249,7 +234,6 @@ LANGUAGE = "megatron.core.models.common.language_module.language_module"
 PARALLEL, NATIVE = "megatron.core.tensor_parallel", "megatron.core.fusions.fused_cross_entropy"
 LOSS, PARTS = f"{PARALLEL}:vocab_parallel_cross_entropy", f"{PARALLEL}.cross_entropy"
 FUNCTION, STEP = f"{PARTS}:_VocabParallelCrossEntropy", f"{PARTS}:VocabParallelCrossEntropy"
-A_STEP = f"{STEP}.calculate_cross_entropy_loss"
 LAYERS, PRODUCT = f"{PARALLEL}.layers", f"{PARALLEL}.layers:linear_with_grad_accumulation_and_async_allreduce"
 NATIVES = f"{LANGUAGE}:fused_vocab_parallel_cross_entropy"
 #: Where users put something, what they make of Megatron's, and when it is called: with which loss, number
@@ -261,31 +245,21 @@ STAND_INS: dict[str, Any] = {
         {"ranks": 1},
     ),
     "native": (NATIVES, doubled, {"kind": "native"}),
-    "native: a step": (f"{NATIVE}:calculate_logits_max", doubled, {"kind": "native"}),
-    "te": (
-        f"{LANGUAGE}:te_parallel_cross_entropy", lambda _: lambda logits, *_: logits.float().logsumexp(-1),
-        {"kind": "te"},
-    ),
-    "a proxy": (LOSS, Around),
     "a decorator": (LOSS, lambda stock: functools.wraps(stock)(doubled(stock))),
     "torch's decorator": (LOSS, lambda stock: torch.enable_grad()(doubled(stock))),
-    "a fork's file": (LOSS, from_module(f"{PARALLEL}.own_cross_entropy")),
-    "a library's name": (LOSS, from_module("torch.own")),
     "a builtin of a group": (f"{PARTS}:get_pg_rank", lambda _: id),
-    "the package": (
-        f"{LANGUAGE}:tensor_parallel",
-        lambda stock: Space(stock, vocab_parallel_cross_entropy=doubled(stock.vocab_parallel_cross_entropy)),
-    ),
-    "torch": (f"{PARTS}:torch", lambda stock: Space(stock, log=doubled(stock.log))),
+    "a class": (LOSS, lambda stock: type("Loss", (), {"__new__": lambda _, *x, **y: 2 * stock(*x, **y)})),
+    "torch": (f"{PARTS}:torch", of_torch),
+    "a fork's file": (LOSS, of_a_fork),
+    "code at its place": (f"{STEP}.calculate_cross_entropy_loss", at_its_place),
     "apply of Megatron's": (f"{FUNCTION}.apply", doubled),
     "another's apply": (f"{FUNCTION}.apply", lambda _: Summed.apply),
     "a backward": (f"{FUNCTION}.backward", lambda stock: lambda ctx, grad: stock(ctx, 2 * grad)),
     "defaults": (f"{PARTS}:vocab_parallel_cross_entropy.__defaults__", lambda stock: (0.3, *stock[1:])),
-    "code at its place": (A_STEP, at_its_place),
     "an edited step": (
-        A_STEP, edited, {"line": "loss = torch.log(sum_exp_logits) - predicted_logits", "more": "loss *= 1.5"}
+        f"{STEP}.calculate_cross_entropy_loss", edited,
+        {"line": "loss = torch.log(sum_exp_logits) - predicted_logits", "more": "loss *= 1.5"},
     ),
-    "a subclass": (STEP, lambda stock: type(stock.__name__, (DoubledStep, stock), {"__module__": PARTS})),
     "the ranges": (
         f"{PARALLEL}.utils:VocabUtility.vocab_range_from_per_partition_vocab_size",
         lambda _: lambda size, rank, ranks: (3 + rank * size, 3 + (rank + 1) * size),
@@ -320,7 +294,7 @@ def test_a_stand_in(rank: Rank, name, tmp_path):
     for part in owners:
         owner = getattr(owner, part)
     stock = getattr(owner, attribute, None)
-    if stock is None and kind != "te":
+    if stock is None:
         pytest.skip("not in this version")
     made = make(stock, **(edit and {"folder": tmp_path, **edit}))
     static = isinstance(owner, type) and not issubclass(owner, torch.nn.Module)
@@ -342,80 +316,14 @@ def test_a_stand_in(rank: Rank, name, tmp_path):
             change()
             assert_same(step(rank, built), off)
             patch.undo()
-            if kind != "te":  # of which there is none
-                plain = step(rank, built)
-                assert plain.keys() != off.keys() or any((plain[key] - off[key]).any() for key in off)
+            plain = step(rank, built)
+            assert plain.keys() != off.keys() or any((plain[key] - off[key]).any() for key in off)
             change()
             assert_same(step(rank, built), off)
-    assert later.counts == (kind != "te", 0, 2), later.said
+    assert later.counts == (1, 0, 2), later.said
     of_call = "calls the output layer in torch's place" if name == "torch's call" else ""
     assert rank.rank or (of_call or UNKNOWN) in early, early
     assert rank.rank or (of_call or LATER) in later.said, later.said
-
-
-# --- what a model has of its own -------------------------------------------------------------------
-
-#: Done before the model is built, and to the built one.
-Own = tuple[Any, Any, str]
-
-
-def forks_layer(patch: pytest.MonkeyPatch) -> None:
-    """A class of the core's own package and name, whose product is another."""
-    from megatron.core import tensor_parallel
-    from megatron.core.models.gpt import gpt_model
-
-    stock = tensor_parallel.ColumnParallelLinear
-    body = {"_forward_impl": doubled(stock._forward_impl), "__module__": f"{PARALLEL}.own_layers"}
-    layer = type(stock.__name__, (stock,), body)
-    patch.setattr(gpt_model, "tensor_parallel", Space(tensor_parallel, ColumnParallelLinear=layer))
-
-
-def natives_loss(patch: pytest.MonkeyPatch) -> None:
-    name = "fused_vocab_parallel_cross_entropy"
-    patch.setattr(sys.modules[LANGUAGE], name, doubled(getattr(sys.modules[NATIVE], name)))
-
-
-def with_another_config(rank: Rank, patch: pytest.MonkeyPatch, built: Any) -> None:
-    built.config = copy.copy(built.config)
-    vars(built.config).update(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="native")
-
-
-def before_another_is_built(rank: Rank, patch: pytest.MonkeyPatch, built: Any) -> None:
-    name = "vocab_parallel_cross_entropy"
-    patch.setattr(sys.modules[PARALLEL], name, doubled(getattr(sys.modules[PARALLEL], name)))
-    build(Model(), rank)
-
-
-def casts_what_is_returned(rank: Rank, patch: pytest.MonkeyPatch, built: Any) -> None:
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.bfloat16)
-    fully_shard(built.output_layer, mp_policy=policy)
-
-
-OF_A_MODEL: dict[str, Own] = {
-    "a fork's layer": (forks_layer, None, "stands in the place of one of Megatron's functions"),
-    "another config later": (natives_loss, with_another_config, "its config names another loss"),
-    "another model later": (None, before_another_is_built, LATER),
-    "FSDP2 that casts": (None, casts_what_is_returned, "FSDP casts what the output layer returns"),
-}
-
-
-@on_ranks(of_core(1, NEWEST))
-@pytest.mark.parametrize("name", OF_A_MODEL)
-def test_what_a_model_has_of_its_own(rank: Rank, name):
-    have_groups(rank.size)
-    before, after, words = OF_A_MODEL[name]
-    made, counted, said = {}, {}, {}
-    for on in (False, True):
-        with pytest.MonkeyPatch.context() as patch:
-            if before is not None:
-                before(patch)
-            change = functools.partial(after, rank, patch) if after else None
-            made[on], counted[on], said[on] = run(rank, on, change)
-    assert counted[True] == (0, 0), said[True]
-    assert words in said[True], said[True]
-    assert_same(made[True], made[False])
 
 
 # --- forms that the table has not -------------------------------------------------------------------

@@ -7,9 +7,6 @@ last stage, and tied weights end in Megatron's all-reduce between the first and 
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -202,7 +199,7 @@ def test_a_pipeline(rank: Rank, name):
     compare(off, on, model, pipeline=True)
 
 
-@on_ranks(*MODELS)
+@on_ranks(MODELS[0])
 def test_checkpoint_moves_between_flag_off_and_on(rank: Rank):
     """A state dict saved with the flag on loads strictly with it off, and the other way round."""
     have_groups(rank.size)
@@ -217,66 +214,11 @@ def test_checkpoint_moves_between_flag_off_and_on(rank: Rank):
     assert sorted(on.sharded_state_dict()) == sorted(off.sharded_state_dict())
 
 
-@contextlib.contextmanager
-def low_precision_contexts(patch: pytest.MonkeyPatch, entered: list[str]) -> Iterator[list[str]]:
-    """Stand-ins for Transformer Engine's contexts around layers; yields those that are open."""
-    from megatron.core.models.hybrid import hybrid_block
-    from megatron.core.transformer import multi_token_prediction, transformer_block
-
-    open_ones: list[str] = []
-
-    @contextlib.contextmanager
-    def context(name: str, *given: Any, **named: Any) -> Iterator[None]:
-        if named.get("is_init"):
-            yield
-            return
-        entered.append(name)
-        open_ones.append(name)
-        yield
-        open_ones.pop()
-
-    for module in (transformer_block, hybrid_block, multi_token_prediction):
-        for name in ("get_fp8_context", "get_fp4_context"):
-            patch.setattr(module, name, functools.partial(context, name), raising=False)
-    yield open_ones
-
-
-@on_ranks(*IN_DDP[:1])
-@pytest.mark.parametrize("family", ["gpt", "hybrid"])
-def test_layers_in_low_precision(rank: Rank, family):
-    """The head is Megatron's bf16 layer, outside of every FP8 and FP4 context, and fused as ever.
-
-    Transformer Engine's contexts are stand-ins, and the layers are Megatron's local ones, in bf16.
-    """
-    from megatron_fused_ce.adapter import requests
-
-    lower = {"fp8": "hybrid"} if family == "gpt" else {"fp4": "e2m1", "fp4_recipe": "nvfp4"}
-    model = Model(family=family, mtp=1, dtype=torch.bfloat16, extra=lower)
-    have_groups(rank.size)
-    entered: list[str] = []
-    around_head = []
-    evaluate = requests.linear_cross_entropy
-
-    def noted(*given: Any, **named: Any) -> Any:
-        around_head.append(list(open_ones))
-        return evaluate(*given, **named)
-
-    with pytest.MonkeyPatch.context() as patch, low_precision_contexts(patch, entered) as open_ones:
-        off = train(model, rank)
-        patch.setattr(requests, "linear_cross_entropy", noted)
-        with flag() as seen:
-            on = train(model, rank)
-    assert set(entered) == {"get_fp4_context" if "fp4" in lower else "get_fp8_context"}
-    assert around_head == [[]] * 4 and seen.counts == (4, 0, 0)
-    for key in ("loss of micro-batch 0", "loss of micro-batch 1"):
-        torch.testing.assert_close(on[key], off[key], rtol=2e-3, atol=0)
-
-
 @on_ranks(*IN_DDP[:1])
 @pytest.mark.parametrize("family", ["gpt", "hybrid"])
 def test_an_output_layer_in_mxfp8(rank: Rank, family):
     """GPTModel's head is then Transformer Engine's layer (here a stand-in) and stays with Megatron, in words;
-    HybridModel has no such layer. In 0.18 and newer."""
+    HybridModel has no such layer."""
     from megatron.core.models.gpt import gpt_model
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 

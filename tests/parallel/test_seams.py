@@ -8,6 +8,7 @@ Megatron-FSDP are in test_fsdp.py, combined 1F1B as a whole in tests/megatron/te
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -388,6 +389,33 @@ def shrunk_by_the_logits(layer: Any, given: tuple[Tensor], made: tuple[Tensor, A
     return (given[0] * made[0].float().norm(),)
 
 
+def forks_layer(kind: type) -> type:
+    """In the core's own package, whose product is another."""
+    body = {"_forward_impl": lambda self, *a, **k: halved(kind._forward_impl(self, *a, **k))}
+    return type(kind.__name__, (kind,), body | {"__module__": "megatron.core.tensor_parallel.own_layers"})
+
+
+def with_another_config(model: Any, stack: contextlib.ExitStack) -> None:
+    model.config = copy.copy(model.config)
+    vars(model.config).update(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="native")
+
+
+def edited_before_another_is_built(model: Any, stack: contextlib.ExitStack) -> None:
+    from megatron.core import tensor_parallel
+
+    name = "vocab_parallel_cross_entropy"
+    stock = getattr(tensor_parallel, name)
+    stack.enter_context(patch.object(tensor_parallel, name, lambda *a, **k: halved(stock(*a, **k))))
+    megatron.build(Model(), Rank(None, 0, 1, next(model.parameters()).device))
+
+
+def casts_what_is_returned(model: Any, stack: contextlib.ExitStack) -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.bfloat16)
+    fully_shard(model.output_layer, mp_policy=policy)
+
+
 GPT = ("gpt",)
 BF16: dict[str, Any] = {"model": {"dtype": torch.bfloat16}, "bound": 3e-2}
 CALLED_HERE = f"is called by {__name__}"
@@ -460,6 +488,14 @@ ROWS = {
     ),
     "an expert layer later": stays("an expert layer", with_attributes(explicit_expert_comm=True)),
     "float64": stays("are float64", lambda model, _: model.double()),
+    # What its loss reads is another's.
+    "a fork's layer of the core's name": stays(
+        "stands in the place of one of Megatron's functions",
+        of_layer(lambda layer: setattr(layer, "__class__", forks_layer(type(layer)))),
+    ),
+    "another config later": stays("its config names another loss", with_another_config),
+    "another model later": stays("edited after the model was built", edited_before_another_is_built),
+    "FSDP2 that casts": stays("FSDP casts what the output layer returns", casts_what_is_returned, **BF16),
     # What nobody would apply. A hook, no labels: test_models.py.
     "a hook that drops arguments": Row(
         0, 0, raises="did not reach its forward",
