@@ -194,7 +194,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "NaN": ({"temperature": torch.full((1, 8), torch.nan)}, "not all"),
     "entropy": ({"entropy": "yes"}, "choose one of none"),
     "partial": (
-        {"reduce_grad_hidden": False, "sequence_parallel": True}, "that the caller has gathered|disagree on"
+        {"reduce_grad_hidden": False, "sequence_parallel": True, "hidden": torch.ones(4, 1, 4)},
+        "that the caller has gathered",
     ),
     "other labels": (
         {"labels": torch.zeros(1, 8, 3, dtype=torch.int64)},
