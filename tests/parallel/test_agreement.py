@@ -27,7 +27,6 @@ from megatron_fused_ce.rl import token_log_probs
 from tests.support.collectives import Collectives
 from tests.support.head import fresh_group
 from tests.support.op import at_odd_offset, with_odd_rows
-from tests.support.problems import open_main_grad
 from tests.support.ranks import Rank, on_ranks
 
 SEQUENCE, HIDDEN, ROWS = 24, 32, 64
@@ -194,29 +193,33 @@ def test_a_backend_that_one_rank_cannot_have(rank: Rank, words) -> None:
 @pytest.mark.parametrize("what", ["main_grad", "device", "shard"])
 def test_one_plan_for_all_ranks(rank: Rank, what) -> None:
     """``main_grad`` on one rank alone, a Hopper beside another GPU, a larger shard: in later calls, too."""
-    device, rows = rank.device, 32 + 480 * (what == "shard") * rank.rank
-    hidden, labels = (
-        torch.ones(16384, 16, device=device),
-        torch.zeros(16384, dtype=torch.int64, device=device),
-    )
-    weight, more, name = torch.ones(rows, 16, device=device), {}, "GPU"
-    if what == "main_grad" and is_last(rank):
-        more["open_grad_weight"] = partial(open_main_grad, torch.zeros(rows, 16, device=device))
-    elif what == "device":
-        name = "Hopper" if is_last(rank) else "other GPU"
+    from megatron_fused_ce.adapter.main_grad import open_grad_weight_for
 
-    def plan(**group: Any) -> Any:
-        config = FusedCEConfig(memory_mb=1, logits_backend="gemm_rows")
-        call = Call(hidden, weight.requires_grad_(), labels, config=config, **more, **group)
-        made = linear_cross_entropy(call)
+    in_mb = {"memory_mb": 4, "logits_backend": "gemm_rows"}
+    num_tokens, size, rows, options = {
+        "main_grad": (2048, 512, 1024, in_mb),
+        "device": (16384, 16, 32, {"strategy": "recompute"}),
+        "shard": (16384, 16, 32 + 992 * is_last(rank), in_mb),
+    }[what]
+    hidden = torch.ones(num_tokens, size, device=rank.device, dtype=torch.bfloat16)
+    labels = torch.zeros(num_tokens, device=rank.device, dtype=torch.int64)
+    weight = torch.ones(rows, size, device=rank.device, dtype=torch.bfloat16, requires_grad=True)
+    if what == "main_grad" and is_last(rank):
+        weight.main_grad = torch.zeros(rows, size, device=rank.device)
+    name = "Hopper" if what == "device" and is_last(rank) else "other GPU"
+
+    def plan(group: Any) -> Any:
+        opens = open_grad_weight_for(weight, gradient_accumulation_fusion=True)
+        given = {"tp_group": group, "config": FusedCEConfig(**options), "open_grad_weight": opens}
+        made = linear_cross_entropy(Call(hidden, weight, labels, **given))
         made.loss.sum().backward()
         return made.plan.strategy, made.plan.count, made.plan.stored_chunks
 
     with fresh_group(rank) as group, patch("megatron_fused_ce.head.spec.device_in_plans", lambda _: name):
         plans: list[Any] = [None] * rank.size
-        for alone in (True, False, False):
-            dist.all_gather_object(plans, plan(**({} if alone else {"tp_group": group})))
-            assert (len(set(plans)) > 1) == alone, (plans, "the case tests nothing" * alone)
+        for over in (None, group, group):
+            dist.all_gather_object(plans, plan(over))
+            assert (len(set(plans)) > 1) == (over is None), (over, plans)
 
 
 # --- arguments that differ -----------------------------------------------------------------------

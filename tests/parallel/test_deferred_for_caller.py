@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 import types
 from collections.abc import Iterator
@@ -77,8 +76,6 @@ class Seen:
 
     def __init__(self, model: Model, rank: Rank, log_probs: Any, entropy: str, real: bool) -> None:
         """``real``: for a caller who takes real logits all the same."""
-        from megatron.core.pipeline_parallel import get_forward_backward_func
-
         built = build(model, rank)
         caller = megatron.as_called(model, built)
         generator = torch.Generator().manual_seed(3)
@@ -100,13 +97,9 @@ class Seen:
         def step(data: Any, model: Any) -> Any:
             return model(ids, positions[:1], causal, labels=None), loss
 
-        run = functools.partial(
-            get_forward_backward_func(), forward_step_func=step, data_iterator=None, model=[caller],
-            num_microbatches=1, seq_length=SEQUENCE, micro_batch_size=1,
-        )  # fmt: skip
         with LogitStorages(vocab_rows=VOCAB // rank.size, hidden_size=megatron.HIDDEN) as self.storages:
-            run(forward_only=True, collect_non_loss_data=True)
-            run(forward_only=False)
+            for forward in ({"forward_only": True, "collect_non_loss_data": True}, {}):
+                megatron.scheduled(step, [caller], [None], micro_batch_size=1, **forward)
         self.gradients = {name: parameter.grad for name, parameter in built.named_parameters()}
 
 

@@ -92,7 +92,6 @@ class Training(megatron.Training):
 
     def forward_backward(self, wrong: bool = False) -> None:
         """As Megatron's train_step up to the optimizer; ``wrong``: the loss of the last micro-batch."""
-        from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
         def step(data: Any, model: Any) -> tuple[Tensor, Any]:
             last, mask = next(data) == NUM_MICRO_BATCHES - 1, self.mask()
@@ -102,11 +101,7 @@ class Training(megatron.Training):
             )  # fmt: skip
 
         self.zero_grad()
-        get_forward_backward_func()(
-            forward_step_func=step, data_iterator=iter(range(NUM_MICRO_BATCHES)), model=self.ddp,
-            num_microbatches=NUM_MICRO_BATCHES, seq_length=SEQUENCE, micro_batch_size=BATCH,
-            forward_only=False,
-        )  # fmt: skip
+        megatron.scheduled(step, [self.ddp], range(NUM_MICRO_BATCHES))
 
     def backward_of(self, losses: Tensor, used: Tensor, scale: float = 1.0) -> Tensor:
         """A micro-batch without a schedule; :meth:`sync` ends its step."""

@@ -1,4 +1,4 @@
-"""The bytes that the planner predicts for a forward and a backward, against those that a call really holds."""
+"""The bytes that the planner predicts of a forward and a backward, against those that a call holds."""
 
 from __future__ import annotations
 

@@ -159,8 +159,6 @@ class Run:
     """Some optimizer steps in Megatron's schedule, then an evaluation."""
 
     def __init__(self, pair: Pair, rank: Rank, flag: bool) -> None:
-        from megatron.core.pipeline_parallel import get_forward_backward_func
-
         with megatrons_arguments(pair):
             self.model = joined(pair, rank)
         if not flag and pair.why_not is None:
@@ -175,11 +173,9 @@ class Run:
         def schedule(seed: int, forward_only: bool) -> None:
             generator = torch.Generator().manual_seed(seed)
             batches = [megatron.draw(rank, generator, 0.7) for _ in range(MICRO_BATCHES)]
-            self.reports += get_forward_backward_func()(
-                forward_step_func=forward_step, data_iterator=iter(batches), model=[training.ddp],
-                num_microbatches=MICRO_BATCHES, seq_length=SEQUENCE, micro_batch_size=BATCH,
-                forward_only=forward_only,
-            )  # fmt: skip
+            self.reports += megatron.scheduled(
+                forward_step, [training.ddp], batches, forward_only=forward_only
+            )
 
         start = [parameter.detach().clone() for parameter in self.model.parameters()]
         training.ddp.train()

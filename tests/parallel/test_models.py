@@ -75,7 +75,6 @@ def model_of(rank: Rank, name: str) -> Model:
 def train(model: Model, rank: Rank, num_micro_batches: int = 2) -> dict[str, torch.Tensor]:
     """The last stage's losses, every accumulated gradient of this rank's, and the MTP metrics, by name."""
     from megatron.core import parallel_state
-    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     stages = megatron.in_ddp(model, rank)
@@ -95,12 +94,7 @@ def train(model: Model, rank: Rank, num_micro_batches: int = 2) -> dict[str, tor
 
         return megatron.losses_of(stage, batch, rank), loss
 
-    iterators = [iter(batches) for _ in stages]
-    told = get_forward_backward_func()(
-        forward_step_func=step, data_iterator=iterators if model.virtual > 1 else iterators[0],
-        model=stages if model.virtual > 1 else stages[0], num_microbatches=num_micro_batches,
-        seq_length=SEQUENCE, micro_batch_size=BATCH, forward_only=False,
-    )  # fmt: skip
+    told = megatron.scheduled(step, stages, batches)
     results = {f"loss of micro-batch {i}": losses["losses"] for i, losses in enumerate(told)}
     for number, stage in enumerate(stages):
         for name, parameter in stage.module.named_parameters():

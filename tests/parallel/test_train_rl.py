@@ -156,7 +156,6 @@ def test_float16_module_upcasts(rank: Rank):
 def test_a_pipeline_in_bf16(rank: Rank):
     """As compute_logprobs_batch: what the last stage has fits the buffer that the first receives into."""
     from megatron.core import parallel_state
-    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
     have_groups(2, 2)
     tokens, positions, upstream = tokens_of(rank)
@@ -166,10 +165,7 @@ def test_a_pipeline_in_bf16(rank: Rank):
             log_probs = rl_utils.get_logprobs(model, tokens, positions, no_grad=no_grad)
             return log_probs, None if no_grad else lambda made: ((made.float() * upstream).sum(), {})
 
-        return get_forward_backward_func()(
-            forward_step_func=step, data_iterator=None, model=stage, num_microbatches=1,
-            seq_length=SEQUENCE, micro_batch_size=BATCH, forward_only=no_grad,
-        )  # fmt: skip
+        return megatron.scheduled(step, [stage], [None], forward_only=no_grad)
 
     def seen() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         (stage,) = megatron.in_ddp(Model(sequence_parallel=True, dtype=torch.bfloat16), rank)

@@ -7,7 +7,7 @@ import copy
 import importlib.util
 import io
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -485,6 +485,21 @@ def losses_of(model: Any, batch: Batch, rank: Rank, **more: Any) -> Any:
     takes_mask = "MambaModel" not in names or core_version() >= (0, 17)
     given = {"labels": batch.labels, **({"loss_mask": batch.mask} if takes_mask else {}), **more}
     return model(batch.ids, *positions_and_mask(rank), **given)
+
+
+def scheduled(step: Any, stages: list[Any], batches: Sequence[Any], **more: Any) -> Any:
+    """What Megatron's schedule gives for a training step of these micro-batches."""
+    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+    several, iterators = len(stages) > 1, [iter(batches) for _ in stages]
+    given = {"seq_length": SEQUENCE, "micro_batch_size": BATCH, "forward_only": False, **more}
+    return get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=iterators if several else iterators[0],
+        model=stages if several else stages[0],
+        num_microbatches=len(batches),
+        **given,
+    )
 
 
 def stock_logits(off: Any, ids: torch.Tensor, rank: Rank) -> torch.Tensor:
