@@ -243,34 +243,15 @@ def subclass(layer: Any, *mixins: type, name: str = "") -> None:
     layer.__class__ = type(name or kind.__name__, (*mixins, kind), {})
 
 
-def own_head(loss: Callable[..., Tensor], head: Callable[..., Any]) -> Change:
-    """A ``_postprocess`` of one's own: ``loss(self, labels, logits)`` of ``head(self, hidden)``."""
+def with_a_detached_head(base: Any) -> type:
+    """As miles detaches the weight of multi-token prediction."""
 
     def _postprocess(self: Any, hidden_states: Tensor, *given: Any, **named: Any) -> Tensor:
-        return loss(self, named["labels"], head(self, hidden_states)[0])
+        detached = {"weight": self.output_layer.weight.detach()}
+        logits, _ = torch.func.functional_call(self.output_layer, detached, (hidden_states,))
+        return self.compute_language_model_loss(named["labels"], logits)
 
-    return in_class(lambda base: type("Own", (base,), {"_postprocess": _postprocess}))
-
-
-def stock_head(self: Any, hidden: Tensor) -> Any:
-    return self.output_layer(hidden)
-
-
-def detached_head(self: Any, hidden: Tensor) -> Any:
-    """As miles detaches the weight of multi-token prediction."""
-    detached = {"weight": self.output_layer.weight.detach()}
-    return torch.func.functional_call(self.output_layer, detached, (hidden,))
-
-
-def megatrons(self: Any, labels: Tensor, logits: Tensor) -> Tensor:
-    return self.compute_language_model_loss(labels, logits)
-
-
-def vocab_parallel(self: Any, labels: Tensor, logits: Tensor) -> Tensor:
-    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
-
-    z_loss = logits.float().logsumexp(-1).square().t() * 1e-3
-    return vocab_parallel_cross_entropy(logits.float().clone(), labels.t().contiguous()).t() + z_loss
+    return type("Own", (base,), {"_postprocess": _postprocess})
 
 
 def outer_postprocess(base: Any) -> type:
@@ -278,14 +259,6 @@ def outer_postprocess(base: Any) -> type:
         return 2.0 * base._postprocess(self, *args, **kwargs)
 
     return type("Outer", (base,), {"_postprocess": _postprocess})
-
-
-class Mixin(nn.Module):
-    """As Megatron-Bridge extends a head after the build: ``forward`` softcaps what the layer returns."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        logits, bias = super().forward(*args, **kwargs)
-        return 3.0 * torch.tanh(logits / 3.0), bias
 
 
 class KnownMixin(nn.Module):
@@ -305,13 +278,15 @@ class OtherMixin(KnownMixin):
         return 0.5 * logits, bias
 
 
-def extended(mixin: type, cap: float | None = None) -> Change:
+def extended(mixin: type, cap: float, is_known: bool = True) -> Change:
+    """As Megatron-Bridge extends a head after the build: ``forward`` softcaps what the layer returns."""
+
     def change(model: Any, stack: contextlib.ExitStack) -> None:
         from megatron_fused_ce.adapter import output_layer
 
         names = [(known.__module__, known.forward.__qualname__) for known in (KnownMixin, OtherMixin)]
         caps = dict.fromkeys(names, "final_logit_softcapping")
-        stack.enter_context(patch.dict(output_layer.SOFTCAPS, caps))
+        stack.enter_context(patch.dict(output_layer.SOFTCAPS, caps if is_known else {}))
         model.output_layer.config.final_logit_softcapping = cap
         subclass(model.output_layer, mixin)
 
@@ -342,18 +317,6 @@ def wrapped(model: Any, stack: contextlib.ExitStack) -> None:
 
 def hooked(register: str, hook: Callable[..., Any], **options: bool) -> Change:
     return of_layer(lambda layer: getattr(layer, register)(hook, **options))
-
-
-def hooked_everywhere(hook: Callable[..., Any]) -> Change:
-    """A hook on all modules, which does something at the head alone."""
-
-    def change(model: Any, stack: contextlib.ExitStack) -> None:
-        def of_head(module: Any, *given: Any) -> Any:
-            return hook(module, *given) if module is model.output_layer else None
-
-        stack.callback(nn.modules.module.register_module_forward_hook(of_head).remove)
-
-    return change
 
 
 def with_a_bias(layer: Any) -> None:
@@ -436,7 +399,6 @@ ROWS = {
     "a mask changed before the head": fused(mask_changed, options={"skip_masked": True}, families=GPT),
     # Models of other people around Megatron's; a loss of their own: test_known_forms.py.
     "a _postprocess around Megatron's": fused(change=in_class(outer_postprocess), families=GPT),
-    "a _postprocess of one's own": stays(CALLED_HERE, own_head(vocab_parallel, stock_head), families=GPT),
     "a decorated scale": stays(
         "are scaled by",
         lambda model, stack: stack.enter_context(scaled_otherwise(model)), since=(0, 19),
@@ -449,7 +411,7 @@ ROWS = {
     "gathered logits": stays("runtime_gather_output", use=gathered),
     "the layer called directly": stays(CALLED_HERE, use=directly, fused=1),
     # Layers that somebody has changed.
-    "extended by a softcap": stays(f"its forward is {__name__}.Mixin", extended(Mixin)),
+    "extended by a softcap": stays("its forward is", extended(KnownMixin, 2.0, False)),
     "extended by a known softcap": fused(change=extended(KnownMixin, 2.0)),
     "extended by a known softcap, changed": stays("its forward is", extended(OtherMixin, 2.0)),
     "a known softcap and mup": fused(
@@ -463,7 +425,7 @@ ROWS = {
     ),
     "wrapped by LoRA": stays(f"is called by {__name__}.forward", wrapped),
     "functional_call of the head, detached": stays(
-        "is called by torch", own_head(megatrons, detached_head), families=GPT
+        "is called by torch", in_class(with_a_detached_head), families=GPT
     ),
     "a forward hook": stays("a forward hook", hooked("register_forward_hook", half_of)),
     "a forward pre-hook": fused(
