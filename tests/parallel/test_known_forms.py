@@ -245,6 +245,7 @@ STAND_INS: dict[str, Any] = {
         {"ranks": 1},
     ),
     "native": (NATIVES, doubled, {"kind": "native"}),
+    "native: a step": (f"{NATIVE}:calculate_logits_max", doubled, {"kind": "native"}),
     "a decorator": (LOSS, lambda stock: functools.wraps(stock)(doubled(stock))),
     "torch's decorator": (LOSS, lambda stock: torch.enable_grad()(doubled(stock))),
     "a builtin of a group": (f"{PARTS}:get_pg_rank", lambda _: id),
