@@ -1,5 +1,5 @@
-"""Log-probabilities of Megatron's models, flag off and on: of output_processor, of get_logprobs in train_rl.py,
-and of callers that take logits, as slime and miles do, which stay deferred.
+"""Log-probabilities of Megatron's models, off and on: of output_processor, of train_rl.py's get_logprobs, and
+of callers that take logits, as slime and miles do, which stay deferred.
 
 The caller of train_rl.py's steps is tests/support/rl_utils.py. What was run with Megatron-LM's own:
 docs/megatron.md.
