@@ -199,14 +199,14 @@ def test_one_plan_for_all_ranks(rank: Rank, what) -> None:
     num_tokens, size, rows, options = {
         "main_grad": (2048, 512, 1024, in_mb),
         "device": (16384, 16, 32, {"strategy": "recompute"}),
-        "shard": (16384, 16, 32 + 992 * is_last(rank), in_mb),
+        "shard": (4096, 64, 32 + 992 * is_last(rank), in_mb),
     }[what]
     hidden = torch.ones(num_tokens, size, device=rank.device, dtype=torch.bfloat16)
     labels = torch.zeros(num_tokens, device=rank.device, dtype=torch.int64)
     weight = torch.ones(rows, size, device=rank.device, dtype=torch.bfloat16, requires_grad=True)
     if what == "main_grad" and is_last(rank):
         weight.main_grad = torch.zeros(rows, size, device=rank.device)
-    name = "Hopper" if what == "device" and is_last(rank) else "other GPU"
+    name = "cpu" if what != "device" else "Hopper" if is_last(rank) else "other GPU"
 
     def plan(group: Any) -> Any:
         opens = open_grad_weight_for(weight, gradient_accumulation_fusion=True)

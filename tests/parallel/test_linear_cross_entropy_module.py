@@ -47,7 +47,7 @@ SOURCE = textwrap.dedent("""
 """)
 
 
-def adopted(folder: Path, rank: Rank, trusts: bool = True, layer: str = "LinearCrossEntropyModule") -> Any:
+def adopted(folder: Path, rank: Rank, trusts=True, layer="LinearCrossEntropyModule", as_loss=False) -> Any:
     """A model with a layer of the fork's, whose module is in the place of Megatron's."""
     import megatron_fused_ce
     from megatron_fused_ce.adapter import forms, language_module
@@ -61,6 +61,8 @@ def adopted(folder: Path, rank: Rank, trusts: bool = True, layer: str = "LinearC
     digest = forms.digest(dict(forms.definitions(ast.parse(SOURCE)))["LinearCrossEntropyModule.forward"])
     model = build(Model(), rank)
     model.output_layer.__class__ = getattr(module, layer)
+    if as_loss:
+        model.__class__ = module.GPTModel
     config = megatron_fused_ce.FusedCEConfig(num_chunks=2)
     megatron_fused_ce.enable(config, trust=[digest] if trusts else [])
     try:
@@ -90,10 +92,8 @@ def test_is_adopted(rank: Rank, as_loss, tmp_path):
     stock = build(Model(), rank)
     right, right_gradients = step(stock, rank, labels)
     with patch.dict(sys.modules), megatron.counted() as seen:
-        model = adopted(tmp_path, rank)
+        model = adopted(tmp_path, rank, as_loss=as_loss)
         layer, module = model.output_layer, sys.modules[forms.LINEAR]
-        if as_loss:
-            model.__class__ = module.GPTModel
         losses, gradients = step(model, rank, labels)
         # The loss of an unknown caller is its own.
         hidden = torch.ones(SEQUENCE, BATCH, layer.input_size, device=rank.device)
