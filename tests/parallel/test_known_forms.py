@@ -34,15 +34,10 @@ def step(rank: Rank, built: Any) -> dict[str, torch.Tensor]:
     return {"loss": loss.detach(), **gradients}
 
 
-def run(
-    rank: Rank, on: bool, change: Any = None, model: Model | None = None, trust: Any = ()
-) -> tuple[Any, Any, str]:
-    """What a step leaves of a model that ``change`` is done to, the counters, and what was said."""
+def run(rank: Rank, on: bool, model: Model | None = None, trust: Any = ()) -> tuple[Any, Any, str]:
+    """What a step leaves of a model, the counters, and what was said."""
     with flag(strategy="store", num_chunks=3, trust=trust) if on else contextlib.nullcontext() as seen:
-        built = build(model or Model(), rank)
-        if change is not None:
-            change(built)
-        made = step(rank, built)
+        made = step(rank, build(model or Model(), rank))
     return made, seen and seen.counts[:2], seen and seen.said
 
 
@@ -53,25 +48,25 @@ def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor],
         assert error <= bound * value.double().norm(), f"{name}: {error}"
 
 
-def trusted(rank: Rank, said: str, model: Model | None = None) -> Any:
+def trusted(rank: Rank, said: str) -> Any:
     """The step once the flag has the digest that rank 0 said; another one does nothing."""
     digest = [said.split("--fused-ce-trust ")[1].split()[0] if not rank.rank else None]
     torch.distributed.broadcast_object_list(digest, src=0)
-    assert run(rank, True, model=model, trust=["0" * 16])[1] == (0, 0)
-    made, seen, said = run(rank, True, model=model, trust=digest)
+    assert run(rank, True, trust=["0" * 16])[1] == (0, 0)
+    made, seen, said = run(rank, True, trust=digest)
     assert seen == (1, 0), said
     return made
 
 
 # --- a loss in the model's place --------------------------------------------------------------------
 
-OWN = """
-def z_loss(stock):
-    def compute_language_model_loss(self, labels, logits):
+
+def z_loss(stock: Any) -> Any:
+    def own_loss(self: Any, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         z = logits.clone().float().logsumexp(-1).t()
         return stock(self, labels, logits) + 1e-2 * z * z
-    return compute_language_model_loss
-"""
+
+    return own_loss
 
 
 def imported(file: Path, package: str = "") -> types.ModuleType:
@@ -118,9 +113,7 @@ def before_enable(loss: Any = None) -> Iterator[Any]:
 @pytest.mark.parametrize("place", ["before enable()", "after enable()", "a fork's source"])
 def test_a_loss_of_the_users_own(rank: Rank, place, tmp_path):
     have_groups(rank.size)
-    file = tmp_path / f"own_loss{rank.rank}.py"
-    file.write_text(OWN)
-    make: Any = imported(file).z_loss
+    make: Any = z_loss
     words = ["has a loss of its own", "own_loss", "remove it to have", "has no effect on this head"]
     if place == "a fork's source":
         line, more = "loss = loss.transpose(0, 1).contiguous()", "loss = loss * 1.01"
