@@ -502,20 +502,6 @@ def scheduled(step: Any, stages: list[Any], batches: Sequence[Any], **more: Any)
     )
 
 
-def stock_logits(off: Any, ids: torch.Tensor, rank: Rank) -> torch.Tensor:
-    """``[b, s, VOCAB]`` that the main head's loss is computed of."""
-    seen = []
-    off.compute_language_model_loss = lambda labels, logits: seen.append(logits) or labels.float()
-    with torch.no_grad():
-        off(ids, *positions_and_mask(rank), labels=ids, loss_mask=torch.ones_like(ids).float())
-    del off.compute_language_model_loss
-    shards = [seen[-1]]
-    if rank.size > 1:
-        shards = [torch.empty_like(seen[-1]) for _ in range(rank.size)]
-        torch.distributed.all_gather(shards, seen[-1].contiguous())
-    return torch.cat(shards, -1).transpose(0, 1)
-
-
 def assert_same_gradients(
     got: dict[str, Any], expected: dict[str, Any], in_half: bool = False, may_be_zero: str = "not one"
 ) -> None:
