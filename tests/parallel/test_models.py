@@ -72,8 +72,11 @@ def model_of(rank: Rank, name: str) -> Model:
     return model
 
 
-def train(model: Model, rank: Rank, num_micro_batches: int = 2) -> dict[str, torch.Tensor]:
-    """The last stage's losses, every accumulated gradient of this rank's, and the MTP metrics, by name."""
+def train(model: Model, rank: Rank, num_micro_batches: int = 2, steps: int = 1) -> dict[str, torch.Tensor]:
+    """The last stage's losses, every accumulated gradient of this rank's, and the MTP metrics, by name.
+
+    Of the last of ``steps`` with the same weights.
+    """
     from megatron.core import parallel_state
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
@@ -94,7 +97,10 @@ def train(model: Model, rank: Rank, num_micro_batches: int = 2) -> dict[str, tor
 
         return megatron.losses_of(stage, batch, rank), loss
 
-    told = megatron.scheduled(step, stages, batches)
+    for _ in range(steps):
+        for stage in stages:
+            stage.zero_grad_buffer()
+        told = megatron.scheduled(step, stages, batches)
     results = {f"loss of micro-batch {i}": losses["losses"] for i, losses in enumerate(told)}
     for number, stage in enumerate(stages):
         for name, parameter in stage.module.named_parameters():
@@ -191,6 +197,36 @@ def test_a_pipeline(rank: Rank, name):
     speaks = is_last and not parallel_state.get_tensor_model_parallel_rank()
     assert len(seen.lines("-wgrad-compute has no effect")) == bool(model.extra and speaks)
     compare(off, on, model, pipeline=True)
+
+
+@on_ranks(of_core(4, megatron.NEWEST, needs_nccl=megatron.DDP))
+def test_real_logits_beside_deferral(rank: Rank):
+    """Of every second loss. They come from Megatron's layer, whose lists nothing may enter: a metric's have
+    no gradient, and of a fused loss there is nothing to pair with."""
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+    model, fused, calls = Model(**SP, fused_wgrad=True), megatron.losses_of, []
+
+    def losses_of(stage: Any, batch: megatron.Batch, rank: Rank) -> Any:
+        calls.append(batch)
+        if len(calls) % 2:
+            return fused(stage, batch, rank)
+        made = stage(batch.ids, *megatron.positions_and_mask(rank), labels=None)
+        if not stage.module.post_process:
+            return made
+        with torch.no_grad():
+            made.argmax(-1)
+        logits = made.clone().transpose(0, 1).contiguous()
+        return vocab_parallel_cross_entropy(logits, batch.labels.t().contiguous()).t()
+
+    have_groups(2, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(megatron, "losses_of", losses_of)
+        right = train(model, rank, 4, 2)
+        with flag(deferred_logits=True) as seen:
+            got = train(replace(model, extra=DEFERRED), rank, 4, 2)
+    assert (seen.counts[0] > 0) == (seen.counts[1] > 0) == ("loss of micro-batch 0" in right)
+    compare(right, got, model, pipeline=True)
 
 
 @on_ranks(MODELS[0])
