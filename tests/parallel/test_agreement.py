@@ -270,7 +270,9 @@ OF_A_TEACHER: dict[str, tuple[dict[str, Any], str]] = {
     "no tensor": ({"teacher_hidden": [1.0]}, "teacher_hidden is a list"),
     "a gradient": ({"teacher_hidden": ones(8, 1, 3).requires_grad_()}, "the teacher gets none"),
     "H_t": ({"teacher_hidden": ones(8, 1, 2), "teacher_weight": ones(5, 2)}, DISAGREE),
+    "dtype": ({"teacher_hidden": ones(8, 1, 3).half(), "teacher_weight": ones(5, 3).half()}, DISAGREE),
     "divergence": ({"divergence": "jsd"}, DISAGREE),
+    "beta": ({"beta": 0.25}, DISAGREE),
     "scale": ({"teacher_logit_scale": 2.0}, DISAGREE),
     "split": ({"teacher_hidden": ones(4, 1, 3), "teacher_sequence_parallel": True}, DISAGREE),
     "labels": ({"labels": ones(1, 8).long()}, "disagree on outputs"),
@@ -386,6 +388,26 @@ DIFFERENT: dict[str, tuple[Any, str]] = {
             temperature=torch.ones_like(head.grad_loss) + differs,
         ),
         "numbers in temperature",
+    ),
+    "label weights": (
+        lambda head, differs: distilled(
+            head, config=CHECKED, label_weights=torch.ones_like(head.grad_loss) + differs
+        ),
+        "numbers in label_weights",
+    ),
+    "several labels": (
+        lambda head, differs: token_log_probs(
+            head.hidden, head.weight, torch.stack((head.labels, head.labels.roll(int(differs))), 1),
+            tp_group=head.group, config=CHECKED,
+        ),
+        "numbers in labels",
+    ),
+    "a function within": (
+        lambda head, differs: shaped(head, {"of": [power(torch.cos if differs else torch.sin)]}),
+        "disagree on terms",
+    ),
+    "a method": (
+        lambda head, differs: shaped(head, (3.0 if differs else 2.0).hex), "disagree on terms"
     ),
     "a closure": (lambda head, differs: shaped(head, power(3 if differs else 2)), "disagree on terms"),
     "a partial": (

@@ -248,6 +248,19 @@ def test_trains_as_recompute_on_four(rank: Rank, pp):
     trains_as_recompute(rank, Setup(tp=2, pp=pp).but(sequence_parallel=True))
 
 
+@on_ranks(TWO[0])
+def test_another_model_keeps_its_promise(rank: Rank):
+    """An actor's and a critic's, in one process."""
+    actor, critic = Training(rank, DP), Training(rank, DP, seed=8)
+    for remade in (1, 0):
+        with promises(NUM_MICRO_BATCHES):
+            actor.forward_backward()
+        with promises(NUM_MICRO_BATCHES - 1 if remade else 0, remade):
+            critic.forward_backward(wrong=True)
+        actor.assert_steps()
+        critic.assert_steps()
+
+
 @on_ranks(2)
 def test_another_head_with_as_many_rows_on_one_rank(rank: Rank):
     """Of 20 and 20 rows, and of 20 and 12: all ranks know which of them broke its promise."""

@@ -306,6 +306,28 @@ def test_several_labels_a_token(rank: Rank):
     megatron.assert_same_gradients(*results)
 
 
+@on_ranks(CORES[0])
+def test_multi_token_prediction_beside_it(rank: Rank):
+    """Its loss goes the model's way, into the same main_grad: as a loss of minus the log-probability."""
+    import megatron_fused_ce
+
+    def gradients(**processor: Any) -> dict[str, Tensor]:
+        built = build(Model(mtp=1, fused_wgrad=True), rank)
+        training = megatron.Training(rank, built)
+        training.zero_grad()
+        made = megatron.losses_of(training.ddp, megatron.draw(rank), rank, **processor)
+        (-made[0] if processor else made).mean().backward()
+        training.ddp.finish_grad_sync()
+        return {name: parameter.main_grad for name, parameter in built.named_parameters()}
+
+    have_groups(rank.size)
+    right = gradients()
+    for turn in (contextlib.nullcontext(), flag()):
+        with turn:
+            got = gradients(output_processor=megatron_fused_ce.output_processor)
+        megatron.assert_same_gradients(got, right)
+
+
 @on_ranks(of_core(1, NEWEST))
 @pytest.mark.parametrize("on", [False, True], ids=["", "flag"])
 def test_the_weight_is_read_inside_the_layers_call(rank: Rank, on):
@@ -376,6 +398,12 @@ def test_what_it_is_given_is_checked(rank: Rank):
     made = megatron_fused_ce.output_processor(**given, scale_logits=lambda logits: logits * 0.5)
     expected = (0.5 * given["hidden_states"] @ layer.weight.T).log_softmax(-1)[..., 0].T
     torch.testing.assert_close(made.log_prob, expected)
+    layer = given["output_layer"] = build(Model(dtype=torch.bfloat16), rank).output_layer
+    hidden = torch.randn(4, 1, megatron.HIDDEN, generator=torch.Generator().manual_seed(3))
+    given["hidden_states"], layer.output_dtype = (9 * hidden).to(rank.device, torch.bfloat16), torch.float32
+    made = megatron_fused_ce.output_processor(**given).log_prob
+    expected = (given["hidden_states"].double() @ layer.weight.double().T).log_softmax(-1)[..., 0].T
+    assert (made - expected).abs().max() < 2e-6, "fp32 logits of bf16 hidden states are not rounded"
     layer.output_dtype = torch.float16
     with pytest.raises(ValueError, match=r"asks for .*float16 logits"):
         megatron_fused_ce.output_processor(**given)
