@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from random import Random
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fused_ce import DistillationOutputs, FusedCEConfig, fused_linear_distillation
+from megatron_fused_ce import (
+    DistillationOutputs,
+    FusedCEConfig,
+    fused_linear_cross_entropy,
+    fused_linear_distillation,
+)
 from megatron_fused_ce.head import tokens
-from megatron_fused_ce.ranks import collectives
 from megatron_fused_ce.rl import token_divergence
 from tests.support import distillation, head, pairs
+from tests.support.collectives import Collective, Collectives
 from tests.support.distillation import CONFIDENT, KINDS, DistillationResult, assert_right, make_problem, plain
-from tests.support.head import AtItsStart, AtItsWait, rows_of, same_on_all_ranks, scaled_exp_dtype, tokens_of
+from tests.support.head import rows_of, same_on_all_ranks, scaled_exp_dtype, tokens_of
 from tests.support.op import STRATEGIES
-from tests.support.ranks import Rank, on_ranks
+from tests.support.ranks import Rank, Ranks, on_ranks
 
 #: Rows of the vocabulary, with the student's padding: as tests/support/head.py cuts them.
 VOCAB = {"equal": 100, "unequal": 97}
@@ -99,7 +105,10 @@ def against_fp64(
 CASES = {"-".join(map(str, row.values())): row for row in pairs.rows_of("divergence over ranks")}
 
 
-@on_ranks(2, pytest.param(4, marks=pytest.mark.rest))
+FOUR = {"kind": "reverse_kl", "strategy": "grad_in_forward", "values": "sure of others", "skips": "masked"}
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("case", CASES)
 def test_against_fp64(rank: Rank, case):
     case = CASES[case]
@@ -107,24 +116,10 @@ def test_against_fp64(rank: Rank, case):
 
 
 @on_ranks(4)
-@pytest.mark.parametrize(
-    "case",
-    [
-        {"kind": "forward_kl", "strategy": "store", "sequence_parallel": True},
-        {
-            **{"kind": "jsd", "strategy": "recompute", "teacher_sequence_parallel": True},
-            **{"option": "label weights"},
-        },
-        {
-            **{"kind": "reverse_kl", "strategy": "grad_in_forward", "sequence_parallel": True},
-            **{"teacher_sequence_parallel": False, "values": "sure of others", "skips": "masked"},
-        },
-    ],
-    ids=lambda case: case["kind"],
-)
+@pytest.mark.parametrize("case", [FOUR, {**FOUR, "kind": "jsd", "strategy": "recompute"}], ids=["", "jsd"])
 def test_four_ranks(rank: Rank, case):
     """A shard of one class, and classes that the sides are sure of on shards of their own."""
-    against_fp64(rank, **case, merge="packed")
+    against_fp64(rank, **case, sequence_parallel=True, teacher_sequence_parallel=False, merge="packed")
 
 
 @on_ranks(2)
@@ -160,13 +155,50 @@ def test_confident_rows(rank: Rank, kind, merge):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("moment", [AtItsStart, AtItsWait])
+@pytest.mark.parametrize("at", ["start", "wait"])
 @pytest.mark.parametrize("kind", ["forward_kl", "jsd"])
-@pytest.mark.parametrize("strategy", [*STRATEGIES, "mixed"])
-def test_collectives_at_their_start_or_wait(rank: Rank, strategy, kind, moment):
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_collectives_at_their_start_or_wait(rank: Rank, strategy, kind, at):
     """Of nine chunks, both sides gathered: nothing is overwritten that is still read or under way."""
-    with patch.object(collectives, "_start", lambda c, *t, beside=True, **o: moment(c, t, o)):
+    with head.collectives_run(at):
         against_fp64(rank, strategy=strategy, kind=kind, sequence_parallel=True, chunk_tokens=8)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a CPU has no streams")
+@on_ranks(Ranks(2, needs_nccl="its collectives run on a stream"))
+@pytest.mark.parametrize("kind", ["loss", "forward_kl", "jsd"])
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "mixed"])
+def test_collectives_that_are_late(rank: Rank, strategy, kind):
+    """Random delays on their stream, other ones on each rank: every bit stays."""
+    sp = (strategy, kind) != ("recompute", "loss")
+    problem = make_problem(
+        s=96, b=2, sizes=(64, 32), vocab=12800, kind="forward_kl" if kind == "loss" else kind,
+        dtype=torch.bfloat16, device=rank.device,
+    )  # fmt: skip
+    random = Random(rank.rank)
+
+    def delay(call: Collective) -> None:
+        torch.cuda._sleep(random.randrange(1_000_000))  # cycles
+
+    def result() -> list[torch.Tensor]:
+        if kind != "loss":
+            made = over_ranks(rank, problem, config, sp=sp)
+            return [made.outputs.loss, made.grad_hidden, made.grad_weight]
+        hidden = problem.hidden[tokens_of(rank, 96, sp)].clone().requires_grad_()
+        weight = problem.weight[rows_of(rank, "unequal", 12800)].clone().requires_grad_()
+        loss = fused_linear_cross_entropy(
+            hidden, weight, problem.labels, token_weights=problem.upstream / 1.5, config=config,
+            tp_group=rank.group, sequence_parallel=sp,
+        )  # fmt: skip
+        loss.backward(problem.upstream)
+        return [loss.detach(), hidden.grad, weight.grad]
+
+    with head.strategy_in_place(strategy, 3) as name:
+        config = problem.config(strategy=name, num_chunks=6, merge="packed" if sp else "all_reduce")
+        expected = result()
+        for _ in range(3):
+            with Collectives({rank.group: "tp"}, before=delay):
+                assert all(map(torch.equal, result(), expected))
 
 
 @on_ranks(2)

@@ -7,7 +7,6 @@ every parameter, gathered.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support import megatron, rl_utils
-from tests.support.megatron import CORE_0_19, DDP, Model, both_cores, flag, have_groups, needs_core
-from tests.support.op import STRATEGIES
+from tests.support.megatron import DDP, Model, both_cores, flag, have_groups
 from tests.support.ranks import Rank, on_ranks
 
 pytest.importorskip("einops", reason="Megatron-FSDP imports it")
@@ -126,8 +124,6 @@ class Training(megatron.Training):
 def gathered(sharding: Sharding, parameter: torch.Tensor) -> torch.Tensor:
     if not hasattr(parameter, "placements"):
         return parameter.detach()
-    if sharding.what == "no_shard":
-        return parameter.detach().to_local()
     if sharding.kind == "fsdp2":
         return parameter.detach().full_tensor()
     # Megatron-FSDP cuts buckets of parameters anywhere: gloo gathers parts of one size only.
@@ -137,18 +133,14 @@ def gathered(sharding: Sharding, parameter: torch.Tensor) -> torch.Tensor:
 
 
 FSDP2, FSDP2_OWN_UNIT = Sharding("fsdp2"), Sharding("fsdp2", own_unit=True)
-MEGATRON = Sharding("megatron")
+FSDP2, FSDP2_OWN_UNIT, MEGATRON = Sharding("fsdp2"), Sharding("fsdp2", own_unit=True), Sharding("megatron")
 CASES = {
-    **{f"FSDP2, {name}": (Model(strategy=name), FSDP2) for name in STRATEGIES},
-    **{f"FSDP2, {name}, own unit": (Model(strategy=name), FSDP2_OWN_UNIT) for name in STRATEGIES},
-    **{f"Megatron-FSDP, {name}": (Model(strategy=name), MEGATRON) for name in STRATEGIES},
-    **{f"Megatron-FSDP, {name}, tied": (Model(strategy=name, tied=True), MEGATRON) for name in STRATEGIES},
-    **{
-        f"Megatron-FSDP, {what}": (Model(), Sharding("megatron", what=what))
-        for what in ("no_shard", "optim", "optim_grads")
-    },
-    "FSDP2, own unit, MTP 1": (Model(mtp=1), FSDP2_OWN_UNIT),
-    "Megatron-FSDP, tied, MTP 1": (Model(mtp=1, tied=True), MEGATRON),
+    "FSDP2, store": (Model(strategy="store"), FSDP2),
+    "FSDP2, recompute, own unit": (Model(), FSDP2_OWN_UNIT),
+    "FSDP2, grad_in_forward, own unit, MTP 1": (Model(mtp=1, strategy="grad_in_forward"), FSDP2_OWN_UNIT),
+    "Megatron-FSDP, grad_in_forward": (Model(strategy="grad_in_forward"), MEGATRON),
+    "Megatron-FSDP, store, tied, MTP 1": (Model(mtp=1, tied=True, strategy="store"), MEGATRON),
+    "Megatron-FSDP, optim": (Model(), Sharding("megatron", what="optim")),
 }
 
 
@@ -163,26 +155,10 @@ def trained(rank: Rank, model: Model, sharding: Sharding) -> dict[str, torch.Ten
     return training.seen | training.parameters()
 
 
-#: One a way of sharding, by both cores; the others are of `make test-rest`, by one.
-CORE = ("FSDP2, store", "FSDP2, recompute, own unit", "Megatron-FSDP, grad_in_forward")
-
-
 @on_ranks(*BOTH)
-@pytest.mark.parametrize("case", CORE)
+@pytest.mark.parametrize("case", CASES)
 def test_sharded_against_ddp(rank: Rank, case):
-    against_ddp(rank, case)
 
-
-@pytest.mark.rest
-@on_ranks(BOTH[0 if CORE_0_19.is_dir() else 1])
-@pytest.mark.parametrize("case", [case for case in CASES if case not in CORE])
-def test_other_cases_against_ddp(rank: Rank, case):
-    against_ddp(rank, case)
-
-
-def against_ddp(rank: Rank, case: str) -> None:
-    if case == "Megatron-FSDP, no_shard":
-        needs_core(0, 19)  # 0.16.1's fails there without this package too
     have_groups(1)
     model, sharding = CASES[case]
     expected = trained(rank, model, Sharding())
@@ -202,7 +178,7 @@ def against_ddp(rank: Rank, case: str) -> None:
 
 
 @on_ranks(*BOTH)
-def test_a_sharding_hooks_output_is_the_loss(rank: Rank):
+def test_what_a_sharding_does_to_the_layer(rank: Rank):
     """What a sharding hook puts in the place of the layer's output is what gets a gradient."""
     have_groups(1)
     reached: list[bool] = []
@@ -218,60 +194,42 @@ def test_a_sharding_hooks_output_is_the_loss(rank: Rank):
     built.output_layer.register_forward_hook(hook)
     megatron.forward(built, rank, labels=True).sum().backward()
     assert reached == [True]
+    # A tied weight under FSDP2 is refused, as by Megatron's arguments: its rows are elsewhere again by then.
+    with flag():
+        training = Training(rank, Model(tied=True), FSDP2)
+    with pytest.raises(TypeError, match=r"weight is a DTensor, placed \(Shard\(dim=0\),\)"):
+        training.losses()
 
 
-@on_ranks(*BOTH)
+@on_ranks(BOTH[0])
 @pytest.mark.parametrize("sharding", [FSDP2, FSDP2_OWN_UNIT, MEGATRON], ids=str)
-def test_log_probs_of_a_sharded_model(rank: Rank, sharding):
-    """Megatron's own: after the model's call weights are sharded again, and hooks wait for its output."""
+@pytest.mark.parametrize("by", ["get_logprobs", "output_processor"])
+def test_log_probs_of_a_sharded_model(rank: Rank, by, sharding):
+    """Megatron's own: after the model's call weights are sharded again, and hooks wait for its output. Those
+    of output_processor: minus the loss of Megatron's DDP."""
+    import megatron_fused_ce
+
+    processor = {"output_processor": megatron_fused_ce.output_processor}
+    of_loss = by == "output_processor"
 
     def step(how: Sharding) -> tuple[torch.Tensor, torch.Tensor]:
         training = Training(rank, Model(tied=sharding.kind == "megatron"), how)
-        training.ddp.zero_grad_buffer()
+        training.zero_grad()
         batch = megatron.draw(rank, training.generator)
-        positions, _ = megatron.positions_and_mask(rank)
-        log_probs = rl_utils.get_logprobs(training.ddp, batch.ids, positions)
+        if of_loss:
+            made = megatron.losses_of(training.ddp, batch, rank, **(processor if how is sharding else {}))
+            log_probs = made[0] if how is sharding else -made
+        else:
+            positions, _ = megatron.positions_and_mask(rank)
+            log_probs = rl_utils.get_logprobs(training.ddp, batch.ids, positions)
         log_probs.mean().backward()
         training.ddp.finish_grad_sync()
         return log_probs.detach(), torch.as_tensor(training.optimizer.step()[1])
 
     have_groups(1)
     expected = step(Sharding())
-    with rl_utils.patched_caller(), flag() as seen:
+    with rl_utils.patched_caller(), flag() as seen:  # the unit is of the class that the flag makes
         got = step(sharding)
-    assert seen.counts == (0, 0, 1)
+    assert seen.counts == ((1, 0, 0) if of_loss else (0, 0, 1))
     for value, right in zip(got, expected, strict=True):
         assert (value - right).norm() <= BOUND * right.norm() > 0
-
-
-@on_ranks(BOTH[0])
-@pytest.mark.parametrize("sharding", [FSDP2, FSDP2_OWN_UNIT, MEGATRON], ids=str)
-def test_output_processor_of_a_sharded_model(rank: Rank, sharding):
-    """Minus its log-probability is the loss of Megatron's DDP, and trains the same."""
-    import megatron_fused_ce
-
-    needs_core(0, 18)
-    have_groups(1)
-    processor = {"output_processor": megatron_fused_ce.output_processor}
-    seen = []
-    for how, given in ((Sharding(), {}), (sharding, processor)):
-        with flag() if how.own_unit else contextlib.nullcontext():  # the unit is of its class
-            training = Training(rank, Model(tied=sharding.kind == "megatron"), how)
-        training.zero_grad()
-        made = megatron.losses_of(training.ddp, megatron.draw(rank, training.generator), rank, **given)
-        loss = -made[0] if given else made
-        loss.mean().backward()
-        training.ddp.finish_grad_sync()
-        seen.append((loss.detach(), torch.as_tensor(training.optimizer.step()[1])))
-    for value, right in zip(*reversed(seen), strict=True):
-        assert (value - right).norm() <= BOUND * right.norm() > 0
-
-
-@on_ranks(*BOTH)
-def test_tied_under_fsdp2_is_refused(rank: Rank):
-    """As Megatron's arguments do; the embedding's rows are elsewhere again by then."""
-    have_groups(1)
-    with flag():
-        training = Training(rank, Model(tied=True), Sharding("fsdp2"))
-    with pytest.raises(TypeError, match=r"weight is a DTensor, placed \(Shard\(dim=0\),\)"):
-        training.losses()

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,21 +14,19 @@ from megatron_fused_ce import (
     FusedCEConfig,
     fused_linear_cross_entropy,
     fused_linear_token_outputs,
-    fused_linear_topk_distillation,
 )
-from megatron_fused_ce.head.autograd import linear_cross_entropy
-from megatron_fused_ce.head.call import Call
 from megatron_fused_ce.losses.outputs import OUTPUTS
-from megatron_fused_ce.ranks import collectives
 from megatron_fused_ce.scripts.lib import reference
 from megatron_fused_ce.scripts.lib.reference import assert_close, make_inputs, relative_error, truth
 from tests.support import head, pairs
-from tests.support.head import AtItsWait, plain_inputs, rows_of, same_on_all_ranks, scaled_exp_dtype, shard_of
-from tests.support.losses import LOSSES, compare
+from tests.support.head import plain_inputs, rows_of, same_on_all_ranks, scaled_exp_dtype, shard_of
+from tests.support.losses import TABLE, compare
 from tests.support.op import STRATEGIES
 from tests.support.ranks import Rank, on_ranks
 
-SP = pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
+STRATEGY_SP = pytest.mark.parametrize(
+    ("strategy", "sp"), [("store", True), ("recompute", False), ("grad_in_forward", True)]
+)
 
 
 def fused_result(rank: Rank, inputs, config, *, sp=False, shards="equal"):
@@ -55,22 +52,8 @@ def whole(rank: Rank, loss, hidden, weight, sp) -> reference.HeadResult:
     )
 
 
-@on_ranks(2, pytest.param(4, marks=pytest.mark.rest))
-@pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", ["all outputs", "users' own"])
-def test_a_sum_of_terms(rank: Rank, name, strategy, sp):
-    inputs = make_inputs("odd-labels", **head.SIZES, dtype=torch.float32, device=rank.device)
-    hidden, weight, group = shard_of(rank, inputs, sp)
-
-    def wholes(grad_hidden, grad_weight):
-        return head.whole_hidden(rank, grad_hidden, sp), head.whole_rows(rank, grad_weight)
-
-    compare(LOSSES[name], inputs, strategy, (hidden, weight), wholes, group)
-
-
 @on_ranks(2)
-@SP
+@pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
 def test_batch_first(rank: Rank, sp):
     """With sequence parallelism each rank's part is along s, which comes second."""
     inputs, made = plain_inputs(rank), []
@@ -87,25 +70,22 @@ def test_batch_first(rank: Rank, sp):
 # --- data that differs from shard to shard ---------------------------------------------------
 
 
-def num_tokens(rank: Rank) -> int:
-    """In bf16 enough for an error in norm: all that may be left of a token is its label's entry, which two
-    roundings can move by 7.8e-3. Fewer for Triton's interpreter.
-    """
-    return 96 if rank.device.type == "cuda" else 24
+def with_a_column_of_ones(rank: Rank, dtype: torch.dtype) -> reference.HeadInputs:
+    """In bf16 enough tokens for an error in norm: all that may be left of one is its label's entry, which two
+    roundings can move by 7.8e-3. Fewer for Triton's interpreter."""
+    s = 96 if rank.device.type == "cuda" else 24
+    inputs = make_inputs("plain", s=s, b=1, hidden_size=16, vocab=512, dtype=dtype, device=rank.device)
+    inputs.hidden[..., 0] = 1.0
+    return inputs
 
 
-@on_ranks(2, pytest.param(4, marks=pytest.mark.rest))
+@on_ranks(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(
-    ("backend", "gap"), [("gemm_rows", -600.0), ("scaled_exp", -600.0), ("scaled_exp", 600.0)]
-)
+@pytest.mark.parametrize(("backend", "gap"), [("gemm_rows", -600.0), ("scaled_exp", 600.0)])
 def test_shards_600_nats_apart(rank: Rank, backend, gap, strategy):
     """The far ones vanish without NaN."""
     dtype = scaled_exp_dtype(rank) if backend == "scaled_exp" else torch.float32
-    inputs = make_inputs(
-        "plain", s=num_tokens(rank), b=1, hidden_size=16, vocab=512, dtype=dtype, device=rank.device
-    )
-    inputs.hidden[..., 0] = 1.0
+    inputs = with_a_column_of_ones(rank, dtype)
     for index, rows in enumerate(inputs.weight.chunk(rank.size)):
         rows[:, 0] = gap * index
     config = FusedCEConfig(strategy=strategy, num_chunks=2, logits_backend=backend)
@@ -119,18 +99,15 @@ def test_shards_600_nats_apart(rank: Rank, backend, gap, strategy):
 
 
 @on_ranks(2)
-@SP
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@STRATEGY_SP
 def test_an_outlier_in_one_shard(rank: Rank, strategy, sp):
     """A logit of 100 that the sampled rows miss: the other shards' rows follow into its unit."""
     dtype, outlier = scaled_exp_dtype(rank), 100.0
-    s = num_tokens(rank)
-    inputs = make_inputs("plain", s=s, b=1, hidden_size=16, vocab=512, dtype=dtype, device=rank.device)
-    inputs.hidden[..., 0] = 1.0
+    inputs = with_a_column_of_ones(rank, dtype)
     inputs.weight[:, 0] = 0.0
     inputs.weight[301] = 0.0
     inputs.weight[301, 0] = outlier
-    inputs.hidden[s // 2 :, 0, 0] = 0.0  # half of the tokens do not meet it
+    inputs.hidden[len(inputs.hidden) // 2 :, 0, 0] = 0.0  # half of the tokens do not meet it
     config = FusedCEConfig(strategy=strategy, num_chunks=3, logits_backend="scaled_exp")
     result = fused_result(rank, inputs, config, sp=sp)
     if dtype == torch.float32:
@@ -140,9 +117,8 @@ def test_an_outlier_in_one_shard(rank: Rank, strategy, sp):
         assert_close(result, inputs)
 
 
-@on_ranks(2, 4)
-@SP
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+@STRATEGY_SP
 @pytest.mark.parametrize("where", ["hidden", "weight"])
 def test_nan_of_one_token(rank: Rank, where, strategy, sp):
     """Its loss is NaN on every rank, and every other token's, and its gradient, is as without."""
@@ -163,20 +139,6 @@ def test_nan_of_one_token(rank: Rank, where, strategy, sp):
     assert torch.equal(broken.loss[others], clean.loss[others])
     # In fp32 the sums over the vocabulary are per token; grad_in_forward's scale is the whole call's.
     assert torch.equal(broken.grad_hidden[others.t()], clean.grad_hidden[others.t()])
-
-
-@on_ranks(2)
-@SP
-def test_argmax_of_each_shard(rank: Rank, sp):
-    inputs = plain_inputs(rank, s=8, b=2, vocab=100)
-    hidden, weight, settings = shard_of(rank, inputs, sp, "equal")
-    config = FusedCEConfig(num_chunks=3)
-    out = linear_cross_entropy(
-        Call(hidden, weight, inputs.labels, **settings, config=config, with_argmax=True)
-    )
-    expected = (inputs.hidden @ weight.t()).flatten(0, 1).max(-1)
-    assert torch.equal(out.outputs["shard_argmax"].t().flatten(), expected.indices)
-    torch.testing.assert_close(out.outputs["shard_max"].t().flatten(), expected.values)
 
 
 # --- what is asked for -----------------------------------------------------------------------
@@ -219,38 +181,32 @@ def test_empty_batch(rank: Rank):
     assert loss.shape == (2, 0) and weight.grad.abs().sum() == 0
 
 
-@on_ranks(2, 4)
+@on_ranks(2)
 @pairs.parametrize("other results")
-def test_other_results(rank: Rank, asked, strategy, sequence_parallel, merge):
-    """Beside the loss, or of a teacher's targets; all pairs of strategy, sequence parallelism and merge."""
-    check = outputs if asked == "outputs" else distillation
-    check(rank, strategy, sequence_parallel, merge)
+def test_other_results(rank: Rank, asked, strategy, sequence_parallel, merge, dtype):
+    """Every output beside the loss; a teacher's targets."""
+    asked = {"outputs": "every output", "distillation": "5 entries"}[asked]
+    as_fp64(rank, asked, strategy, sequence_parallel, merge, getattr(torch, dtype))
 
 
-def outputs(rank: Rank, strategy, sp, merge):
-    """Every output, a gap of 30 between the shards' logits; gradients of all three that have one."""
-    inputs = plain_inputs(rank)
-    inputs.hidden[..., 0] = 1.0
-    inputs.weight[::2, 0] += 30.0
-    names = ("log_prob", "lse", "entropy")
-    upstreams = {name: inputs.grad_loss.roll(at, 1) for at, name in enumerate(names)}
-    hidden, weight, settings = shard_of(rank, inputs, sp)
-    settings["config"] = FusedCEConfig(strategy=strategy, chunk_tokens=28, merge=merge)
-    settings["token_weights"] = inputs.grad_loss  # for grad_in_forward
-    made = fused_linear_token_outputs(hidden, weight, inputs.labels, tuple(OUTPUTS), **settings)
-    torch.autograd.backward([getattr(made, name) for name in names], list(upstreams.values()))
-    same_on_all_ranks(rank, *made)
-    exact, *true_grads = reference.plain_outputs(inputs, upstreams, torch.float64)
-    for name in ("log_prob", "lse", "entropy"):
-        error = (getattr(made, name).detach().double() - getattr(exact, name)).abs().max()
-        assert error < 2e-6 * 30, (name, error)
-    assert torch.equal(made.predicted, exact.predicted)
-    assert torch.equal(made.correct, exact.correct)
-    assert relative_error(head.whole_hidden(rank, hidden.grad, sp), true_grads[0]) < 4e-6
-    assert relative_error(head.whole_rows(rank, weight.grad), true_grads[1]) < 4e-6
+@on_ranks(2)
+@STRATEGY_SP
+@pytest.mark.parametrize("asked", ["terms: users' own", "terms: several labels"])
+def test_a_sum_of_terms(rank: Rank, asked, strategy, sp):
+    as_fp64(rank, asked, strategy, sp)
 
 
-@on_ranks(2, 4)
+def as_fp64(rank: Rank, asked, strategy, sequence_parallel, merge="auto", dtype=torch.float32):
+    inputs = make_inputs("odd-labels", **head.SIZES, dtype=dtype, device=rank.device)
+    hidden, weight, group = shard_of(rank, inputs, sequence_parallel)
+
+    def wholes(grad_hidden, grad_weight):
+        return head.whole_hidden(rank, grad_hidden, sequence_parallel), head.whole_rows(rank, grad_weight)
+
+    compare(TABLE[asked], inputs, strategy, (hidden, weight), wholes, group, merge=merge)
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("merge", ["packed", "all_reduce"])
 def test_equal_logits(rank: Rank, merge):
     """The lowest id of the first shard is predicted."""
@@ -286,41 +242,20 @@ def test_entropy_of_scaled_exp_shards(rank: Rank, merge):
     assert (made.log_prob.double() - exact.log_prob).abs().max() < 2e-6 * 30
 
 
-def distillation(rank: Rank, strategy, sp, merge):
-    """Entries of one id on both sides of a shard's edge, and outside of the vocabulary."""
-    inputs = plain_inputs(rank)
-    ids, log_probs = reference.make_teacher(inputs, 6)
-    config = FusedCEConfig(strategy=strategy, chunk_tokens=28, merge=merge)
-    hidden, weight, settings = shard_of(rank, inputs, sp)
-    if strategy == "grad_in_forward":
-        settings["token_weights"] = inputs.grad_loss / -3.0
-    loss = fused_linear_topk_distillation(hidden, weight, ids, log_probs, **settings, config=config)
-    loss.backward(inputs.grad_loss)
-    exact = reference.plain_distillation(inputs, ids, log_probs, torch.float64)
-    eager = reference.plain_distillation(inputs, ids, log_probs, torch.float32)
-    reference.assert_within(whole(rank, loss, hidden, weight, sp), exact, eager, torch.float32)
-
-
 # --- collectives that end early or late ------------------------------------------------------
 
 
 @on_ranks(2, 4)
 @pytest.mark.parametrize(
-    ("moment", "sp", "merge"),
-    [
-        (AtItsWait, False, "packed"),
-        (AtItsWait, True, "packed"),
-        (AtItsWait, True, "all_reduce"),
-        (head.AtItsStart, True, "packed"),
-    ],
+    ("at", "sp", "merge"),
+    [("wait", False, "packed"), ("wait", True, "all_reduce"), ("start", True, "packed")],
 )
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_collectives_at_their_start_or_wait(rank: Rank, strategy, moment, sp, merge):
+def test_collectives_at_their_start_or_wait(rank: Rank, strategy, at, sp, merge):
     """Nothing that is under way is overwritten, nothing is read that has not been waited for, and no gather
-    goes into a slot that is still read.
-    """
+    goes into a slot that is still read. Random delays: test_distillation.py."""
     inputs = plain_inputs(rank, b=2, vocab=512)
     config = FusedCEConfig(strategy=strategy, chunk_tokens=8, merge=merge, logits_backend="gemm_rows")
-    with patch.object(collectives, "_start", lambda c, *t, beside=True, **o: moment(c, t, o)):
+    with head.collectives_run(at):
         result = fused_result(rank, inputs, config, sp=sp)
     assert_close(result, inputs)

@@ -6,12 +6,10 @@ A class with its contract here; Megatron's own was run with docs/rl's frameworks
 from __future__ import annotations
 
 import ast
-import contextlib
 import copy
 import importlib.util
 import sys
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -24,7 +22,7 @@ from tests.support.megatron import BATCH, NEWEST, SEQUENCE, VOCAB, Model, build,
 from tests.support.ranks import Rank, on_ranks
 
 #: The module as a fork has it, in a form that nobody knows.
-SOURCE = """
+SOURCE = textwrap.dedent("""
     from megatron.core.models.gpt import gpt_model
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
@@ -36,36 +34,35 @@ SOURCE = """
             weight = self.weight if weight is None else weight
             return super().forward(input_, weight, runtime_gather_output)
 
+    class Other(LinearCrossEntropyModule):
+        def forward(self, *given, **named):
+            return super().forward(*given, **named)
+
     class GPTModel(gpt_model.GPTModel):
         def _postprocess(self, hidden_states, labels, loss_mask=None, **unused):
             return self.output_layer(
                 input_=hidden_states, weight=None, runtime_gather_output=None,
                 output_cross_entropy_loss=True, labels=labels,
             )
-"""
+""")
 
 
-@contextlib.contextmanager
-def a_forks_module(folder: Path, rank: Rank) -> Iterator[Any]:
-    """The module in the place of Megatron's."""
-    from megatron_fused_ce.adapter import forms
-
-    file = folder / f"linear_cross_entropy{rank.rank}.py"
-    file.write_text(textwrap.dedent(SOURCE))
-    spec = importlib.util.spec_from_file_location(forms.LINEAR, file)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    with patch.dict(sys.modules, {forms.LINEAR: module}):
-        yield module
-
-
-def adopted(model: Any, layer: type, trusts: bool = True) -> Any:
+def adopted(folder: Path, rank: Rank, trusts=True, layer="LinearCrossEntropyModule", as_loss=False) -> Any:
+    """A model with a layer of the fork's, whose module is in the place of Megatron's."""
     import megatron_fused_ce
     from megatron_fused_ce.adapter import forms, language_module
 
-    functions = dict(forms.definitions(ast.parse(textwrap.dedent(SOURCE))))
-    digest = forms.digest(functions["LinearCrossEntropyModule.forward"])
-    model.output_layer.__class__ = layer
+    file = folder / f"linear_cross_entropy{rank.rank}.py"
+    file.write_text(SOURCE)
+    spec = importlib.util.spec_from_file_location(forms.LINEAR, file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.modules[forms.LINEAR] = module
+    digest = forms.digest(dict(forms.definitions(ast.parse(SOURCE)))["LinearCrossEntropyModule.forward"])
+    model = build(Model(), rank)
+    model.output_layer.__class__ = getattr(module, layer)
+    if as_loss:
+        model.__class__ = module.GPTModel
     config = megatron_fused_ce.FusedCEConfig(num_chunks=2)
     megatron_fused_ce.enable(config, trust=[digest] if trusts else [])
     try:
@@ -86,60 +83,47 @@ def step(model: Any, rank: Rank, labels: torch.Tensor) -> tuple[torch.Tensor, di
 @on_ranks(of_core(2, NEWEST))
 @pytest.mark.parametrize("as_loss", [False, True], ids=["logits", "loss"])
 def test_is_adopted(rank: Rank, as_loss, tmp_path):
+    from megatron_fused_ce.adapter import forms
+
     have_groups(rank.size)
     labels = torch.arange(BATCH * SEQUENCE).view(BATCH, SEQUENCE).to(rank.device) * 7 % VOCAB
     if as_loss:
         labels[:, :3] = -100
-    right, right_gradients = step(build(Model(), rank), rank, labels)
-    with a_forks_module(tmp_path, rank) as module:
-        model = build(Model(), rank)
-        if as_loss:
-            model.__class__ = module.GPTModel
-        keys = list(model.state_dict())
-        adopted(model, module.LinearCrossEntropyModule)
-        with megatron.counted() as seen:
-            losses, gradients = step(model, rank, labels)
-    assert seen.counts == (1, 0, 0)
+    stock = build(Model(), rank)
+    right, right_gradients = step(stock, rank, labels)
+    with patch.dict(sys.modules), megatron.counted() as seen:
+        model = adopted(tmp_path, rank, as_loss=as_loss)
+        layer, module = model.output_layer, sys.modules[forms.LINEAR]
+        losses, gradients = step(model, rank, labels)
+        # The loss of an unknown caller is its own.
+        hidden = torch.ones(SEQUENCE, BATCH, layer.input_size, device=rank.device)
+        with pytest.raises(NotImplementedError, match="a Blackwell GPU's kernel"):
+            layer(hidden, output_cross_entropy_loss=True, labels=labels)
+    assert seen.counts[:2] == (1, 0)
     counts = labels >= 0
     assert (losses - right)[counts].norm() <= megatron.LOSS_BOUND * right[counts].norm()
     assert as_loss is bool(counts.logical_not().any()) and not losses[~counts].any()
-    for parameter, expected in right_gradients.items():
-        assert (gradients[parameter] - expected).norm() <= megatron.GRADIENT_BOUND * expected.norm() > 0
+    megatron.assert_same_gradients(gradients, right_gradients)
     # Megatron-FSDP knows the layer by the name of its class, others by isinstance.
-    layer = model.output_layer
-    assert type(layer).__name__ == "LinearCrossEntropyModule" and list(model.state_dict()) == keys
+    assert type(layer).__name__ == "LinearCrossEntropyModule" and type(copy.copy(layer)) is type(layer)
     assert isinstance(layer, module.LinearCrossEntropyModule)
-    assert type(copy.copy(layer)) is type(layer)
+    assert list(model.state_dict()) == list(stock.state_dict())
 
 
 @on_ranks(of_core(1, NEWEST))
-def test_the_loss_of_an_unknown_caller_is_its_own(rank: Rank, tmp_path):
-    have_groups(1)
-    with a_forks_module(tmp_path, rank) as module:
-        layer = adopted(build(Model(), rank), module.LinearCrossEntropyModule).output_layer
-        hidden = torch.ones(SEQUENCE, BATCH, layer.input_size, device=rank.device)
-        labels = torch.zeros(BATCH, SEQUENCE, dtype=torch.int64, device=rank.device)
-        with pytest.raises(NotImplementedError, match="a Blackwell GPU's kernel"):
-            layer(hidden, output_cross_entropy_loss=True, labels=labels)
-        logits, bias = layer(hidden)
-    assert isinstance(logits, torch.Tensor) and bias is None
-
-
-@on_ranks(of_core(1, NEWEST))
-def test_a_form_that_nobody_knows_is_left_alone(rank: Rank, tmp_path):
+@pytest.mark.parametrize(
+    ("trusts", "layer", "words"),
+    [(False, "LinearCrossEntropyModule", ".forward ("), (True, "Other", ".Other, whose ")],
+)
+def test_a_form_that_nobody_knows_is_left_alone(rank: Rank, trusts, layer, words, tmp_path):
     """The log names its digest; another class that does as much has none."""
     import megatron_fused_ce
 
     have_groups(1)
-    with a_forks_module(tmp_path, rank) as module, megatron.counted() as seen:
-        layer = module.LinearCrossEntropyModule
-        other = type("Other", (layer,), {"forward": lambda *given, **named: layer.forward(*given, **named)})
-        for kind, trusts in ((layer, False), (other, True)):
-            model = adopted(build(Model(), rank), kind, trusts)
-            assert type(model.output_layer) is kind
-            with pytest.raises(ValueError, match="its output layer is "):
-                megatron_fused_ce.output_processor(
-                    hidden_states=None, output_layer=model.output_layer, output_weight=None, labels=None
-                )
-    assert "LinearCrossEntropyModule.forward (" in seen.said and "digest " in seen.said
-    assert ".Other, whose " in seen.said
+    with patch.dict(sys.modules), megatron.counted() as seen:
+        of_model = adopted(tmp_path, rank, trusts, layer).output_layer
+        assert type(of_model) is getattr(sys.modules[type(of_model).__module__], layer)
+        given = {"hidden_states": None, "output_weight": None, "labels": None}
+        with pytest.raises(ValueError, match="its output layer is "):
+            megatron_fused_ce.output_processor(output_layer=of_model, **given)
+    assert words in seen.said and (trusts or "digest " in seen.said)

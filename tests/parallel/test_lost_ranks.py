@@ -1,69 +1,108 @@
-"""One rank is killed or raises in the middle of a chunk: the others end with an error in time, none hangs."""
+"""A rank is killed in the middle of a chunk, or raises and stays without ever meeting the others again: they
+end with an error of their own in time, none hangs. Two ranks over gloo."""
 
 from __future__ import annotations
 
-import pytest
+import datetime
+import os
+import signal
+import time
+from pathlib import Path
 
-from tests.support import lost
-from tests.support.lost import PHASES, TIMEOUT_S, Case
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.faulty import AtOperator, Step, what_is_left
 from tests.support.op import STRATEGIES
 from tests.support.pairs import generate
-from tests.support.ranks import RankProcesses
+from tests.support.ranks import Rank, RankProcesses
 
-#: What gloo says of a connection that the other end has closed, and of one that it has waited on.
-GONE = ("closed by peer", "reset by peer", "Broken pipe")
-LATE = ("Timed out", "timeout")
+PHASES = ("forward", "backward")
+#: Of the group, from the loss on: the others wait as long as this for a rank that stays.
+TIMEOUT_S = 4.0
+#: The same for a rank that is killed: its closed connections end the others' waits, long before this.
+NEVER_S = 120.0
 #: For processes that share two cores with others.
 MARGIN_S = 20.0
+#: What gloo says of a connection that the other end has closed, and of one that it has waited on.
+WORDS = {
+    "killed": ("closed by peer", "reset by peer", "Broken pipe"),
+    "stays": ("Timed out", "timeout"),
+}
 
 
-def survivors(case, function, *arguments):
-    """What the survivor saw, and what became of the other rank."""
-    with RankProcesses(lost.SIZE) as world:
-        survivor, gone = world.outcomes(function, case, *arguments, grace_s=TIMEOUT_S + MARGIN_S)
+class Defect(Exception):
+    """What a rank raises in the middle of a step."""
+
+
+def lose(rank: Rank, ended: str, how, phase, strategy, sp):
+    """A whole step, and steps until an error: what the first rank, which survives, has seen.
+
+    The last one is lost before an operator of its next step; if it stays, until the other makes ``ended``.
+    """
+    step = Step(torch.float32, strategy, "fp32", rank=rank, sequence_parallel=sp)
+
+    def act() -> None:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise Defect
+
+    def run(at: int | None = None) -> int:
+        counted = {name: AtOperator(act, at if name == phase else None) for name in PHASES}
+        with counted["forward"]:
+            loss = step.forward()
+        with counted["backward"]:
+            loss.backward(step.grad_loss)
+        return counted[phase].count
+
+    step.run()
+    first = step.gradients()
+    count = run()
+    second = step.gradients()
+    step.restore(first)
+    dist.barrier()
+    limit_s = TIMEOUT_S if how == "stays" else NEVER_S
+    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=limit_s), rank.group)
+    if rank.rank:
+        with pytest.raises(Defect):
+            run(count // 2)
+        while not Path(ended).exists():
+            time.sleep(0.05)
+        return None
+    # A step that ran its collectives before the loss ends well, the next does not.
+    began, earlier, right = time.monotonic(), first, second
+    with pytest.raises(RuntimeError) as raised:
+        for _ in range(3):
+            step.run()
+            earlier, right = step.gradients(), [torch.full((), torch.inf)] * 2
+    seconds = time.monotonic() - began
+    Path(ended).touch()
+    return str(raised.value), seconds, what_is_left(step, earlier, right)
+
+
+def survives(tmp_path: Path, how, *case) -> None:
+    with RankProcesses(2) as world:
+        given = str(tmp_path / "ended"), how, *case
+        survivor, lost = world.outcomes(lose, *given, grace_s=TIMEOUT_S + MARGIN_S)
     assert survivor.kind == "returned", survivor.value
-    assert survivor.value["left"] in ("untouched", "nan")
-    return survivor.value, gone
-
-
-def is_gone(case):
-    """Its connections are closed: nobody waits for the time-out."""
-    seen, gone = survivors(case, lost.lose)
-    assert gone.kind == ("died" if case.how == "killed" else "raised")
-    assert ("SIGKILL" if case.how == "killed" else "Defect") in gone.value
-    assert seen["seconds"] < TIMEOUT_S + MARGIN_S
-    assert any(words in seen["error"] for words in GONE), seen["error"]
+    assert lost.kind == ("died" if how == "killed" else "returned"), lost.value
+    error, seconds, left = survivor.value
+    assert any(words in error for words in WORDS[how]), error
+    assert left in ("untouched", "nan")
+    assert (how == "stays") * TIMEOUT_S / 2 < seconds + 1e-9 < TIMEOUT_S + MARGIN_S
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_rank_that_is_killed(strategy):
-    is_gone(Case("killed", "backward", strategy, True))
+def test_a_rank_that_is_killed(tmp_path, strategy):
+    survives(tmp_path, "killed", "backward", strategy, True)
 
 
 #: Rows in which all pairs meet.
-GONE_IN = generate(
-    {
-        **{"how": ("killed", "raised and gone"), "phase": PHASES, "strategy": STRATEGIES},
-        **{"sequence_parallel": (False, True), "part": (0.3, 0.7)},
-    }
-)
+ROWS = generate({"how": tuple(WORDS), "phase": PHASES, "strategy": STRATEGIES, "sp": (False, True)})
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("case", GONE_IN, ids=lambda case: "-".join(map(str, case.values())))
-def test_a_rank_that_is_gone(case):
-    is_gone(Case(**case))
-
-
-@pytest.mark.rest
-@pytest.mark.parametrize(
-    ("strategy", "phase", "sp"),
-    [("store", "forward", True), ("grad_in_forward", "forward", False), ("recompute", "backward", True)],
-)
-def test_a_rank_that_stays(tmp_path, strategy, phase, sp):
-    """It has raised, and its process goes on without the group: the others end by the time-out."""
-    case = Case("raised and stays", phase, strategy, sp)
-    seen, stayed = survivors(case, lost.lose_and_stay, str(tmp_path / "ended"))
-    assert stayed.kind == "returned", stayed.value
-    assert TIMEOUT_S / 2 < seen["seconds"] < TIMEOUT_S + MARGIN_S
-    assert any(words in seen["error"] for words in LATE), seen["error"]
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(map(str, row.values())))
+def test_a_rank_that_is_lost(tmp_path, row):
+    survives(tmp_path, *row.values())

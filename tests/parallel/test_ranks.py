@@ -65,18 +65,3 @@ def test_a_world_lives_on_and_heals():
 def its_process(rank: Rank) -> int:
     dist.barrier()
     return os.getpid()
-
-
-def kills_the_server(rank: Rank):
-    if rank.rank == 0:
-        os.kill(os.getppid(), signal.SIGKILL)
-    time.sleep(60)
-
-
-@pytest.mark.rest
-def test_a_server_that_ends_is_started_again():
-    """Its ranks are killed, and the next test has a new one."""
-    with pytest.raises(RankFailure, match=r"died|hung|stopped"), RankProcesses(2) as world:
-        world.run(kills_the_server, timeout_s=5.0)
-    with RankProcesses(2) as world:
-        assert world.run(its_number, 1) == [1, 2]

@@ -1,129 +1,229 @@
-"""Log-probabilities for reinforcement learning over a tensor-parallel group."""
+"""Log-probabilities over a tensor-parallel group: of one label or several, of all tokens or some of them."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fused_ce import FusedCEConfig
+from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy
+from megatron_fused_ce.head import tokens
 from megatron_fused_ce.rl import token_log_probs
-from megatron_fused_ce.scripts.lib.reference import make_inputs, plain_outputs, relative_error
-from tests.support.head import same_on_all_ranks, scaled_exp_dtype, shard_of, whole_hidden, whole_rows
+from megatron_fused_ce.scripts.lib.reference import FLOOR, make_inputs, plain_several, relative_error
+from tests.support.head import (
+    SIZES,
+    fresh_group,
+    same_on_all_ranks,
+    scaled_exp_dtype,
+    shard_of,
+    whole_hidden,
+    whole_rows,
+)
+from tests.support.op import gemm_flops
 from tests.support.ranks import Rank, on_ranks
 
-#: Number of temperatures, entropy, logits backend, whether ``grad_hidden`` is summed here.
-CALLS = {
-    "one temperature": ("number", "none", "scaled_exp", True),
-    "one temperature, partial": ("number", "none", "scaled_exp", False),
-    "a temperature per token": ("per token", "differentiable", "gemm_rows", True),
-    "a temperature per token, in the GEMM": ("per token", "detached", "scaled_exp", True),
-    "a temperature per token, gradients in the GEMM": ("per token", "differentiable", "scaled_exp", True),
-    "a temperature per token, partial": ("per token", "detached", "gemm_rows", False),
+
+@dataclass(frozen=True)
+class Case:
+    strategy: str = "recompute"
+    sp: bool = False
+    count: int = 0  # of a token's labels; 0 for ``[b, s]``
+    temperature: str = "per token"  # or number
+    entropy: str = "differentiable"
+    active: str = ""  # which tokens count: see :func:`some_tokens`
+    reduces: bool = True  # whether ``grad_hidden`` is summed here
+    dtype: torch.dtype = torch.float32
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+EXP: dict[str, Any] = {"options": {"logits_backend": "scaled_exp"}}
+STORE_SP: dict[str, Any] = {"strategy": "store", "sp": True}
+CASES = {
+    "a temperature": Case(**STORE_SP, **EXP, temperature="number", entropy="none"),
+    "a temperature, partial": Case(**EXP, temperature="number", entropy="none", reduces=False),
+    "a temperature per token": Case(**STORE_SP),
+    "a temperature per token, partial": Case("store", entropy="detached", reduces=False),
+    "in the GEMM": Case(**EXP, entropy="detached"),
+    "gradients in the GEMM": Case(**EXP, **STORE_SP),
+    "one label": Case(count=1),
+    "five": Case("store", count=5, reduces=False, options={"logit_softcap": 5.0}),
+    "five, parts": Case(**STORE_SP, count=5, options={"merge": "all_reduce"}),
+    "bf16, parts": Case(sp=True, count=64, dtype=torch.bfloat16, options={"logit_softcap": 5.0}),
+    "many, parts": Case(**STORE_SP, count=300, options={"true_vocab_size": 90}),
+    "a third": Case(active="a third"),
+    "a third, parts": Case(active="a third", sp=True, dtype=torch.bfloat16),
+    "one part whole": Case(active="one part whole", sp=True, count=3),
+    "none": Case(active="none", sp=True),
 }
+
+
+def some_tokens(what: str, labels: torch.Tensor) -> torch.Tensor:
+    """Which count, bool ``[b, s]``: a third in every part, all of the last part and a few others, or none."""
+    b, s = labels.shape
+    counts = torch.rand(b, s, generator=torch.Generator().manual_seed(4)) < 0.3
+    if what == "one part whole":
+        counts[:, : s // 2] &= counts[:, : s // 2].roll(1, 1)
+        counts[:, s // 2 :] = True
+    return (counts if what != "none" else torch.zeros_like(counts)).to(labels.device)
+
+
+def several(labels: torch.Tensor, count: int, vocab: int) -> torch.Tensor:
+    """``[b, s, K]``: tokens sure of a label of either shard, ids twice, of one shard alone, of none."""
+    made = torch.randint(0, vocab, (*labels.shape, count), generator=torch.Generator().manual_seed(3))
+    made = made.to(labels.device)
+    made[:, ::2, 0] = labels[:, ::2]
+    made[:, 1::5] = made[:, 1::5] % 33  # of the first rank alone
+    made[:, 2::5, -1] = made[:, 2::5, 0]
+    made[:, 3::5, count // 2] = vocab
+    made[:, 4::5, count // 2 :] = -1
+    made[:, 6] = -1
+    return made
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(
-    ("strategy", "sp"), [("store", True), ("recompute", False)], ids=["store-sp", "recompute"]
-)
-@pytest.mark.parametrize("call", CALLS)
-def test_against_fp64(rank: Rank, call, strategy, sp):
-    """Some labels are outside the vocabulary. Over one rank: tests/op/test_properties.py."""
-    temperatures, entropy, backend, reduces = CALLS[call]
-    sp = sp and reduces  # else refused: see below
-    dtype = scaled_exp_dtype(rank) if backend == "scaled_exp" else torch.float32
-    # Three chunks; on a GPU many steps of a GEMM along k, and of each row.
-    sizes = {"s": 12, "b": 3, "hidden_size": 32, "vocab": 512}
-    chunk_tokens = 14
-    if rank.device.type == "cuda":
-        sizes, chunk_tokens = {"s": 2050, "b": 2, "hidden_size": 1024, "vocab": 12800}, 1400
-    inputs = make_inputs("odd-labels", **sizes, dtype=dtype, device=rank.device)
-    temperature = 0.7
-    inputs = replace(inputs, temperature=torch.full_like(inputs.grad_loss, temperature))
-    if temperatures == "per token":
-        temperature = inputs.grad_loss.abs() + 0.5
-        inputs = replace(inputs, temperature=temperature)
-    names = ("log_prob", "entropy") if entropy == "differentiable" else ("log_prob",)
-    upstreams = {name: inputs.grad_loss.roll(i, 1) for i, name in enumerate(names)}
-    hidden, weight, settings = shard_of(rank, inputs, sp)
-    made = token_log_probs(
+@pytest.mark.parametrize("name", CASES)
+def test_against_fp64(rank: Rank, name):
+    """Shards of unequal sizes, some labels outside the vocabulary. Neither pass works on more tokens than the
+    fullest part has that count; a gradient outside of them, on one rank, raises on all."""
+    case, chunk_tokens, sizes, dtype = CASES[name], 28, SIZES, CASES[name].dtype
+    if "logits_backend" in case.options:
+        dtype, chunk_tokens, sizes = scaled_exp_dtype(rank), 14, {**SIZES, "s": 12, "vocab": 512}
+        if rank.device.type == "cuda":  # many steps of a GEMM along k, and of each row
+            sizes, chunk_tokens = {"s": 2050, "b": 2, "hidden_size": 1024, "vocab": 12800}, 1400
+    kind = "peaked" if case.count else "odd-labels"
+    inputs = make_inputs(kind, **sizes, dtype=dtype, device=rank.device)
+    labels = several(inputs.labels, case.count, sizes["vocab"]) if case.count else inputs.labels
+    ids = labels if case.count else labels.where(labels != -1, -2).unsqueeze(-1)
+    generator, temperature = torch.Generator().manual_seed(3), inputs.grad_loss.abs() + 0.5
+    if case.temperature == "number":
+        temperature = torch.full_like(temperature, 0.7)
+    active = some_tokens(case.active, inputs.labels) if case.active else inputs.labels > -1000
+    upstream = torch.randn(ids.shape, generator=generator).to(rank.device) * active.unsqueeze(-1)
+    of_entropy = inputs.grad_loss.roll(1, 1) * active if case.entropy == "differentiable" else None
+    config = FusedCEConfig(case.strategy, chunk_tokens=chunk_tokens, debug_checks=True, **case.options)
+    hidden, weight, settings = shard_of(rank, inputs, case.sp)
+    forward = partial(
+        token_log_probs,
         hidden,
         weight,
-        inputs.labels,
-        temperature=temperature,
-        entropy=entropy,
-        zero_unknown=True,
-        reduce_grad_hidden=reduces,
-        config=FusedCEConfig(strategy=strategy, chunk_tokens=chunk_tokens, logits_backend=backend),
+        labels,
+        temperature=0.7 if case.temperature == "number" else temperature,
+        entropy=case.entropy,
+        zero_unknown=not case.count,
+        reduce_grad_hidden=case.reduces,
+        active_mask=active if case.active else None,
+        config=config,
         **settings,
     )
-    torch.autograd.backward([getattr(made, name) for name in upstreams], list(upstreams.values()))
+    with patch.object(tokens, "ROUND_TO", 1), gemm_flops() as flops:
+        made = forward()
+        grads = {made.log_prob: upstream.view(labels.shape)}
+        if of_entropy is not None:
+            grads[made.entropy] = of_entropy
+        torch.autograd.backward(list(grads), list(grads.values()))
     same_on_all_ranks(rank, *made)
-    if not reduces:
+    if not case.reduces:
         dist.all_reduce(hidden.grad, group=rank.group)
-    (exact, *true_grads), (eager, *eager_grads) = (
-        plain_outputs(inputs, upstreams, precision) for precision in (torch.float64, dtype)
+    inputs = replace(inputs, config=config, temperature=temperature)
+    exact, eager = (
+        plain_several(inputs, ids, upstream, precision, of_entropy) for precision in (torch.float64, dtype)
     )
-    unknown = (inputs.labels < 0) | (inputs.labels >= sizes["vocab"])
-    assert unknown.any() and not made.log_prob[unknown].any()
-    pairs = {
-        "log_prob": (made.log_prob.masked_fill(unknown, 0.0), exact.log_prob.masked_fill(unknown, 0.0)),
-        "entropy": (made.entropy, exact.entropy),
-        "grad_hidden": (whole_hidden(rank, hidden.grad, sp), true_grads[0]),
-        "grad_weight": (whole_rows(rank, weight.grad), true_grads[1]),
-    }
-    theirs = {**eager._asdict(), "grad_hidden": eager_grads[0], "grad_weight": eager_grads[1]}
-    theirs["log_prob"] = eager.log_prob.masked_fill(unknown, 0.0)
-    floor = 4e-6 if dtype == torch.float32 else 4e-3
-    for name, (ours, true) in pairs.items():
-        if ours is not None:
-            bound = max(floor, 2 * relative_error(theirs[name], true))
-            assert relative_error(ours.detach(), true) < bound, name
+    told = (ids != -1) & active.unsqueeze(-1)
+    log_prob = made.log_prob.detach().view(ids.shape)
+    if case.count:
+        assert (log_prob[(ids == -1) & active.unsqueeze(-1)] == -torch.inf).all()
+    else:
+        unknown = ((labels < 0) | (labels >= sizes["vocab"])).unsqueeze(-1)
+        assert unknown.any() and not log_prob[unknown].any()
+        told &= ~unknown
+    ours = [log_prob[told], None if made.entropy is None else made.entropy.detach()[active]]
+    ours += [whole_hidden(rank, hidden.grad, case.sp), whole_rows(rank, weight.grad)]
+    select = [lambda x: x[told], lambda x: x[active], lambda x: x, lambda x: x]
+    floor = 2 * FLOOR[dtype]
+    for value, true, rough, of in zip(ours, exact, eager, select, strict=True):
+        if value is not None:
+            error, bound = relative_error(value, of(true)), 2 * relative_error(of(rough), of(true))
+            assert error <= max(floor, bound), (error, bound)
+    if case.active:
+        parts = rank.size if case.sp else 1
+        worked_on = parts * int(active.t().reshape(parts, -1).sum(1).max())
+        assert flops.get_total_flops() == 4 * worked_on * 2 * weight.numel()
+        assert not log_prob[~active].any() and not made.entropy[~active].any()
+        outside = torch.zeros_like(inputs.grad_loss)
+        if rank.rank == 0:
+            outside[tuple((~active).nonzero()[0])] = 1e-20
+        with pytest.raises(RuntimeError, match=r"^1 tokens were left out .outside active_mask"):
+            forward().entropy.backward(outside)
 
 
-#: What the last rank alone gives, in a later call of its head too, and every rank's words.
-BAD = {
-    "a temperature of 0": (
-        lambda per_token: {"temperature": per_token.masked_fill(per_token > 0, 0.0)},
-        "not all",
+@on_ranks(2)
+@pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
+@pytest.mark.parametrize("what", ["active_mask", "several labels", "token_weights"])
+def test_masks_that_differ(rank: Rank, what, sp):
+    """As many tokens on each rank, but others: their statistics would be merged. In every call."""
+    inputs = make_inputs("plain", **SIZES, dtype=torch.float32, device=rank.device)
+    hidden, weight, settings = shard_of(rank, inputs, sp)
+    active = some_tokens("a third", inputs.labels)
+    labels = inputs.labels.unsqueeze(-1) if what == "several labels" else inputs.labels
+
+    def call(mask):
+        if what == "token_weights":
+            given = {"token_weights": mask.float(), "config": FusedCEConfig(skip_masked=True), **settings}
+            fused_linear_cross_entropy(hidden, weight, labels, **given)
+        else:
+            token_log_probs(hidden, weight, labels, active_mask=mask, **settings)
+
+    call(active)
+    of_rank = active.clone()
+    if rank.rank == 0:
+        of_rank[tuple(active.nonzero()[-1])] = False
+        of_rank[tuple((~active).nonzero()[0])] = True
+    with pytest.raises(ValueError, match="leave out different tokens: 2 are masked on one"):
+        call(of_rank)
+    call(active)
+
+
+#: What the last rank alone gives, and every rank's words.
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "a temperature of 0": ({"temperature": torch.zeros(1, 8)}, "not all"),
+    "NaN": ({"temperature": torch.full((1, 8), torch.nan)}, "not all"),
+    "entropy": ({"entropy": "yes"}, "choose one of none"),
+    "partial": (
+        {"reduce_grad_hidden": False, "sequence_parallel": True, "hidden": torch.ones(4, 1, 4)},
+        "that the caller has gathered",
     ),
-    "NaN": (lambda per_token: {"temperature": per_token.masked_fill(per_token > 0, torch.nan)}, "not all"),
-}
+    "other labels": (
+        {"labels": torch.zeros(1, 8, 3, dtype=torch.int64)},
+        r"disagree on labels or teacher: labels int64 \[1, 8, 2\]; labels int64 \[1, 8, 3\]",
+    ),
+    "no labels": (
+        {"labels": torch.zeros(1, 8, 0, dtype=torch.int64)}, r"expected \[\.\., K\] with K of 1"
+    ),
+}  # fmt: skip
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("what", BAD)
-def test_bad_temperatures_of_one_rank(rank: Rank, what):
-    """After a first call of the same kind."""
-    make, words = BAD[what]
-    hidden = torch.ones(8, 1, 4, device=rank.device)
-    weight = torch.ones(5, 4, device=rank.device)
-    labels = torch.zeros(1, 8, dtype=torch.int64, device=rank.device)
-    good = {"temperature": torch.ones(1, 8, device=rank.device), "tp_group": rank.group}
-    token_log_probs(hidden, weight, labels, **good)
-    bad = make(good["temperature"]) if rank.rank == rank.size - 1 else {}
-    with pytest.raises(ValueError, match=words):
-        token_log_probs(hidden, weight, labels, **{**good, **bad})
-    token_log_probs(hidden, weight, labels, **good)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"entropy": "yes"}, "choose one of none"),
-        ({"reduce_grad_hidden": False}, "that the caller has gathered"),
-    ],
-    ids=["entropy", "partial gradients under sequence parallelism"],
-)
-def test_bad_arguments_of_one_rank(rank: Rank, given, words):
-    """In a group's first call."""
-    group = dist.new_group(list(range(rank.size)))
-    given = given if rank.rank == rank.size - 1 else {}
-    hidden = torch.ones(4, 1, 4, device=rank.device)
-    labels = torch.zeros(1, 8, dtype=torch.int64, device=rank.device)
-    with pytest.raises(ValueError, match=words):
-        token_log_probs(hidden, hidden[:, 0], labels, tp_group=group, sequence_parallel=True, **given)
+def test_bad_arguments_of_one_rank(rank: Rank, what):
+    """In a group's first call; of temperatures in a later one, after which the next goes on."""
+    changes, words = BAD[what]
+    good: dict[str, Any] = {"hidden": torch.ones(8, 1, 4), "weight": torch.ones(5, 4)}
+    good |= {"temperature": torch.ones(1, 8), "labels": torch.zeros(1, 8, 2, dtype=torch.int64)}
+    bad = {**good, **(changes if rank.rank == rank.size - 1 else {})}
+    good, bad = (
+        {name: x.to(rank.device) if isinstance(x, torch.Tensor) else x for name, x in given.items()}
+        for given in (good, bad)
+    )
+    later = "temperature" in changes
+    with fresh_group(rank) as group:
+        for given in (*[good] * later, bad, *[good] * later):
+            if given is bad:
+                with pytest.raises(ValueError, match=words):
+                    token_log_probs(**bad, tp_group=group)
+            else:
+                token_log_probs(**good, tp_group=group)

@@ -88,6 +88,8 @@ class Row:
     options: dict[str, Any] = field(default_factory=dict)
     families: tuple[str, ...] = ("gpt", "hybrid")
     since: tuple[int, int] = (0, 16)
+    #: every model that is built
+    adopted: bool = True
     #: norm-relative, of losses and gradients
     bound: float = GRADIENT_BOUND
 
@@ -133,29 +135,15 @@ def functional(step: Step) -> Tensor:
     return step.masked(step(lambda *args, **kwargs: torch.func.functional_call(model, given, args, kwargs)))
 
 
-def checkpointed(reentrant: bool) -> Use:
-    def use(step: Step) -> Tensor:
-        scale = torch.ones((), device=step.ids.device, requires_grad=True)
-        return step.masked(checkpoint(lambda scale: step() * scale, scale, use_reentrant=reentrant))
-
-    return use
+def checkpointed(step: Step) -> Tensor:
+    scale = torch.ones((), device=step.ids.device, requires_grad=True)
+    return step.masked(checkpoint(lambda scale: step() * scale, scale, use_reentrant=True))
 
 
-def of_copy(step: Step) -> Tensor:
-    """A deepcopy made after the build; its gradients are handed to the model that is compared."""
-    groups = [vars(module).values() for module in step.model.modules()]
-    groups = [v for values in groups for v in values if isinstance(v, torch.distributed.ProcessGroup)]
-    collections = [getattr(module, "pg_collection", None) for module in step.model.modules()]
-    twin = copy.deepcopy(step.model, {id(kept): kept for kept in [*groups, *collections] if kept is not None})
-    loss = step.masked(step(twin))
-    pairs = zip(step.model.parameters(), torch.autograd.grad(loss, list(twin.parameters())), strict=True)
-    return loss.detach() + sum(((p - p.detach()).float() * g.float()).sum() for p, g in pairs)
-
-
-def in_float16_module(step: Step) -> Tensor:
-    from megatron.core.transformer.module import Float16Module
-
-    return step.masked(step(Float16Module(step.model.config, step.model)))
+def compiled(step: Step) -> Tensor:
+    """As torch.compile traces it."""
+    with patch.object(torch.compiler, "is_compiling", lambda: True):
+        return step.masked(step())
 
 
 def in_place(step: Step) -> Tensor:
@@ -163,28 +151,6 @@ def in_place(step: Step) -> Tensor:
     losses.mul_(step.mask)
     losses.div_(step.mask.sum())
     return losses.sum()
-
-
-def default_dtype(step: Step) -> Tensor:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        losses = step()
-    finally:
-        torch.set_default_dtype(before)
-    return step.masked(losses)
-
-
-def autocast(step: Step) -> Tensor:
-    with torch.autocast(step.ids.device.type, torch.bfloat16):
-        losses = step()
-    return step.masked(losses)
-
-
-def compiled(step: Step) -> Tensor:
-    """As torch.compile traces it."""
-    with patch.object(torch.compiler, "is_compiling", lambda: True):
-        return step.masked(step())
 
 
 def directly(step: Step) -> Tensor:
@@ -195,54 +161,27 @@ def directly(step: Step) -> Tensor:
     return step.of_logits(logits) + 0.0 * step.masked(step())
 
 
-def loss_used_twice(step: Step) -> Tensor:
-    losses = step()
-    return step.masked(losses) + losses.square().mean()
-
-
 def gathered(step: Step) -> Tensor:
     logits = step(labels=False, runtime_gather_output=True)
     log_probs = logits.float().log_softmax(-1).gather(-1, step.labels.unsqueeze(-1)).squeeze(-1)
     return step.masked(-log_probs)
 
 
-def spectrally_normed(step: Step) -> Tensor:
-    """Whose weight depends on how often it was read."""
-    torch.manual_seed(5)  # of the vectors that it starts from
-    layer = nn.utils.parametrizations.spectral_norm(step.model.output_layer)
-    return step.masked(step()) + layer.parametrizations.weight[0]._u.abs().sum()
-
-
-def trained_by_a_pre_hook(brings: Callable[[Step], Tensor]) -> Use:
-    """All else is frozen while the model is called; another term has gradients, so that nothing raises."""
-
-    def use(step: Step) -> Tensor:
-        parameters = list(step.model.parameters())
-        other = sum(1e-3 * parameter.square().sum() for parameter in parameters)
-        trained = brings(step)
-        for parameter in parameters:
-            parameter.requires_grad_(parameter is trained)
-        with torch.no_grad():
-            step()
-        loss = step.masked(step())
-        for parameter in parameters:
-            parameter.requires_grad_()
-        return loss + other
-
-    return use
-
-
-def an_adapter(step: Step) -> Tensor:
-    layer = step.model.output_layer
-    layer.adapter = nn.Parameter(torch.linspace(0.5, 1.5, layer.input_size, device=step.ids.device))
-    layer.register_forward_pre_hook(lambda layer, given: (given[0] * layer.adapter, *given[1:]))
-    return layer.adapter
-
-
-def pruning(step: Step) -> Tensor:
-    """The weight is made by each call, and is without a gradient what an evaluation made of it."""
+def trained_by_a_pre_hook(step: Step) -> Tensor:
+    """All else is frozen while the model is called; another term has gradients, so that nothing raises. The
+    weight is made by each call, and is without a gradient what an evaluation made of it."""
+    parameters = list(step.model.parameters())
+    other = sum(1e-3 * parameter.square().sum() for parameter in parameters)
     torch.manual_seed(5)
-    return prune.random_unstructured(step.model.output_layer, "weight", 0.3).weight_orig
+    prune.random_unstructured(step.model.output_layer, "weight", 0.3)
+    for parameter in parameters:
+        parameter.requires_grad_(parameter is step.model.output_layer.weight_orig)
+    with torch.no_grad():
+        step()
+    loss = step.masked(step())
+    for parameter in parameters:
+        parameter.requires_grad_()
+    return loss + other
 
 
 def mask_changed(step: Step) -> Tensor:
@@ -276,21 +215,18 @@ def within_its_own_evaluation(step: Step) -> Tensor:
 # Changes of a model.
 
 
-def method(name: str, function: Callable[..., Any], wraps: bool = True) -> Change:
-    """The model's class has another method of this name: ``function(stock, *args)``.
+def scaled_otherwise(model: Any) -> Any:
+    """A decorator, which copies attributes, around the class's method."""
+    stock = type(model)._scale_logits
+    return patch.object(
+        type(model), "_scale_logits", functools.wraps(stock)(lambda self, z: stock(self, z.mul_(0.3)))
+    )
 
-    ``wraps``: by ``functools.wraps``, which copies attributes.
-    """
 
-    def change(model: Any, stack: contextlib.ExitStack) -> None:
-        stock = getattr(model, name).__func__
-
-        def own(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return function(functools.partial(stock, self), *args, **kwargs)
-
-        stack.enter_context(patch.object(type(model), name, functools.wraps(stock)(own) if wraps else own))
-
-    return change
+def parametrized(layer: Any) -> None:
+    """By what depends on how often it was read."""
+    torch.manual_seed(5)  # of the vectors that it starts from
+    nn.utils.parametrizations.spectral_norm(layer)
 
 
 def in_class(make: Callable[[type], type]) -> Change:
@@ -307,34 +243,15 @@ def subclass(layer: Any, *mixins: type, name: str = "") -> None:
     layer.__class__ = type(name or kind.__name__, (*mixins, kind), {})
 
 
-def own_head(loss: Callable[..., Tensor], head: Callable[..., Any]) -> Change:
-    """A ``_postprocess`` of one's own: ``loss(self, labels, logits)`` of ``head(self, hidden)``."""
+def with_a_detached_head(base: Any) -> type:
+    """As miles detaches the weight of multi-token prediction."""
 
     def _postprocess(self: Any, hidden_states: Tensor, *given: Any, **named: Any) -> Tensor:
-        return loss(self, named["labels"], head(self, hidden_states)[0])
+        detached = {"weight": self.output_layer.weight.detach()}
+        logits, _ = torch.func.functional_call(self.output_layer, detached, (hidden_states,))
+        return self.compute_language_model_loss(named["labels"], logits)
 
-    return in_class(lambda base: type("Own", (base,), {"_postprocess": _postprocess}))
-
-
-def stock_head(self: Any, hidden: Tensor) -> Any:
-    return self.output_layer(hidden)
-
-
-def detached_head(self: Any, hidden: Tensor) -> Any:
-    """As miles detaches the weight of multi-token prediction."""
-    detached = {"weight": self.output_layer.weight.detach()}
-    return torch.func.functional_call(self.output_layer, detached, (hidden,))
-
-
-def megatrons(self: Any, labels: Tensor, logits: Tensor) -> Tensor:
-    return self.compute_language_model_loss(labels, logits)
-
-
-def vocab_parallel(self: Any, labels: Tensor, logits: Tensor) -> Tensor:
-    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
-
-    z_loss = logits.float().logsumexp(-1).square().t() * 1e-3
-    return vocab_parallel_cross_entropy(logits.float().clone(), labels.t().contiguous()).t() + z_loss
+    return type("Own", (base,), {"_postprocess": _postprocess})
 
 
 def outer_postprocess(base: Any) -> type:
@@ -342,14 +259,6 @@ def outer_postprocess(base: Any) -> type:
         return 2.0 * base._postprocess(self, *args, **kwargs)
 
     return type("Outer", (base,), {"_postprocess": _postprocess})
-
-
-class Mixin(nn.Module):
-    """As Megatron-Bridge extends a head after the build: ``forward`` softcaps what the layer returns."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        logits, bias = super().forward(*args, **kwargs)
-        return 3.0 * torch.tanh(logits / 3.0), bias
 
 
 class KnownMixin(nn.Module):
@@ -369,13 +278,15 @@ class OtherMixin(KnownMixin):
         return 0.5 * logits, bias
 
 
-def extended(mixin: type, cap: float | None = None) -> Change:
+def extended(mixin: type, cap: float, is_known: bool = True) -> Change:
+    """As Megatron-Bridge extends a head after the build: ``forward`` softcaps what the layer returns."""
+
     def change(model: Any, stack: contextlib.ExitStack) -> None:
         from megatron_fused_ce.adapter import output_layer
 
         names = [(known.__module__, known.forward.__qualname__) for known in (KnownMixin, OtherMixin)]
         caps = dict.fromkeys(names, "final_logit_softcapping")
-        stack.enter_context(patch.dict(output_layer.SOFTCAPS, caps))
+        stack.enter_context(patch.dict(output_layer.SOFTCAPS, caps if is_known else {}))
         model.output_layer.config.final_logit_softcapping = cap
         subclass(model.output_layer, mixin)
 
@@ -408,31 +319,6 @@ def hooked(register: str, hook: Callable[..., Any], **options: bool) -> Change:
     return of_layer(lambda layer: getattr(layer, register)(hook, **options))
 
 
-def hooked_everywhere(hook: Callable[..., Any]) -> Change:
-    """A hook on all modules, which does something at the head alone."""
-
-    def change(model: Any, stack: contextlib.ExitStack) -> None:
-        def of_head(module: Any, *given: Any) -> Any:
-            return hook(module, *given) if module is model.output_layer else None
-
-        stack.callback(nn.modules.module.register_module_forward_hook(of_head).remove)
-
-    return change
-
-
-def replaced(of_class: bool, name: str) -> Change:
-    """A method of Megatron's layer, or of this one, gives half of what it gave."""
-
-    def change(model: Any, stack: contextlib.ExitStack) -> None:
-        from megatron.core.tensor_parallel import ColumnParallelLinear
-
-        owner = ColumnParallelLinear if of_class else model.output_layer
-        stock = getattr(owner, name)
-        stack.enter_context(patch.object(owner, name, lambda *a, **k: halved(stock(*a, **k))))
-
-    return change
-
-
 def with_a_bias(layer: Any) -> None:
     layer.bias = nn.Parameter(torch.linspace(-1, 1, len(layer.weight), device=layer.weight.device))
     layer.skip_bias_add = False
@@ -441,10 +327,6 @@ def with_a_bias(layer: Any) -> None:
 def with_attributes(**attributes: Any) -> Change:
     """The layer has other ones than when it was built."""
     return of_layer(lambda layer: vars(layer).update(attributes))
-
-
-def with_fewer_rows(layer: Any) -> None:
-    layer.weight = nn.Parameter(layer.weight.detach()[:-3].clone())
 
 
 def built_before_the_flag(model: Any, stack: contextlib.ExitStack) -> None:
@@ -472,6 +354,33 @@ def shrunk_by_the_logits(layer: Any, given: tuple[Tensor], made: tuple[Tensor, A
     return (given[0] * made[0].float().norm(),)
 
 
+def forks_layer(kind: type) -> type:
+    """In the core's own package, whose product is another."""
+    body = {"_forward_impl": lambda self, *a, **k: halved(kind._forward_impl(self, *a, **k))}
+    return type(kind.__name__, (kind,), body | {"__module__": "megatron.core.tensor_parallel.own_layers"})
+
+
+def with_another_config(model: Any, stack: contextlib.ExitStack) -> None:
+    model.config = copy.copy(model.config)
+    vars(model.config).update(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="native")
+
+
+def edited_before_another_is_built(model: Any, stack: contextlib.ExitStack) -> None:
+    from megatron.core import tensor_parallel
+
+    name = "vocab_parallel_cross_entropy"
+    stock = getattr(tensor_parallel, name)
+    stack.enter_context(patch.object(tensor_parallel, name, lambda *a, **k: halved(stock(*a, **k))))
+    megatron.build(Model(), Rank(None, 0, 1, next(model.parameters()).device))
+
+
+def casts_what_is_returned(model: Any, stack: contextlib.ExitStack) -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.bfloat16)
+    fully_shard(model.output_layer, mp_policy=policy)
+
+
 GPT = ("gpt",)
 BF16: dict[str, Any] = {"model": {"dtype": torch.bfloat16}, "bound": 3e-2}
 CALLED_HERE = f"is called by {__name__}"
@@ -479,15 +388,9 @@ CALLED_HERE = f"is called by {__name__}"
 ROWS = {
     # Megatron's own path through the model.
     "labels, changed in place": fused(in_place),
+    "checkpoint": fused(checkpointed, fused=2),
     "a schedule's _postprocess": fused(postprocess_alone, families=GPT),
-    "bf16 wrapped": fused(in_float16_module, **BF16),
-    "checkpoint, reentrant": fused(checkpointed(True), fused=2),
-    "checkpoint": fused(checkpointed(False), fused=2),
     "a frozen head": fused(change=of_layer(lambda layer: layer.weight.requires_grad_(False))),
-    "a copy of the model": fused(of_copy),
-    "another default dtype": fused(default_dtype),
-    "autocast": fused(autocast, **BF16),
-    "grad_in_forward, loss used twice": fused(loss_used_twice, options={"strategy": "grad_in_forward"}),
     "functional_call of the model": fused(functional),
     "a sharding's class": fused(  # as FSDP2 puts around a layer's
         change=of_layer(lambda layer: subclass(layer, name=f"Sharded{type(layer).__name__}"))
@@ -496,16 +399,9 @@ ROWS = {
     "a mask changed before the head": fused(mask_changed, options={"skip_masked": True}, families=GPT),
     # Models of other people around Megatron's; a loss of their own: test_known_forms.py.
     "a _postprocess around Megatron's": fused(change=in_class(outer_postprocess), families=GPT),
-    "a wrapper around Megatron's _postprocess": fused(
-        change=method("_postprocess", lambda stock, *a, **k: stock(*a, **k), wraps=False), families=GPT
-    ),
-    "a _postprocess of one's own": stays(CALLED_HERE, own_head(vocab_parallel, stock_head), families=GPT),
-    "a decorated loss": stays(
-        "the loss of this call is",
-        method("compute_language_model_loss", lambda stock, y, z: stock(y, z.div_(3.0))),
-    ),
     "a decorated scale": stays(
-        "are scaled by", method("_scale_logits", lambda stock, z: stock(z.mul_(0.3))), since=(0, 19)
+        "are scaled by",
+        lambda model, stack: stack.enter_context(scaled_otherwise(model)), since=(0, 19),
     ),
     # Logits in other hands.
     "an output processor behind mtp": stays(
@@ -515,9 +411,8 @@ ROWS = {
     "gathered logits": stays("runtime_gather_output", use=gathered),
     "the layer called directly": stays(CALLED_HERE, use=directly, fused=1),
     # Layers that somebody has changed.
-    "extended by a softcap": stays(f"its forward is {__name__}.Mixin", extended(Mixin)),
+    "extended by a softcap": stays("its forward is", extended(KnownMixin, 2.0, False)),
     "extended by a known softcap": fused(change=extended(KnownMixin, 2.0)),
-    "extended by a known softcap, no cap": fused(change=extended(KnownMixin)),
     "extended by a known softcap, changed": stays("its forward is", extended(OtherMixin, 2.0)),
     "a known softcap and mup": fused(
         change=extended(KnownMixin, 0.5), model={"mup": True}, since=(0, 19)
@@ -530,18 +425,11 @@ ROWS = {
     ),
     "wrapped by LoRA": stays(f"is called by {__name__}.forward", wrapped),
     "functional_call of the head, detached": stays(
-        "is called by torch", own_head(megatrons, detached_head), families=GPT
+        "is called by torch", in_class(with_a_detached_head), families=GPT
     ),
     "a forward hook": stays("a forward hook", hooked("register_forward_hook", half_of)),
-    "a forward hook on all modules": stays("a forward hook", hooked_everywhere(half_of)),
     "a forward pre-hook": fused(
         change=hooked("register_forward_pre_hook", lambda layer, given: (given[0] * 0.5, *given[1:]))
-    ),
-    "a forward pre-hook that is all that is trained": stays(
-        "nothing but a forward pre-hook", use=trained_by_a_pre_hook(an_adapter), fused=1
-    ),
-    "a weight made by a pre-hook is all that is trained": stays(
-        "nothing but a forward pre-hook", use=trained_by_a_pre_hook(pruning), fused=1
     ),
     "a backward pre-hook": stays(
         "a backward hook", hooked("register_full_backward_pre_hook", clamped), **BF16
@@ -549,17 +437,31 @@ ROWS = {
     "a backward hook": stays(
         "a backward hook", hooked("register_full_backward_hook", shrunk_by_the_logits), **BF16
     ),
-    "a parametrization": stays("a parametrization of its output layer", use=spectrally_normed),
-    "Megatron's forward replaced": stays("stands in the place of", replaced(True, "forward")),
-    "Megatron's product replaced": stays("stands in the place of", replaced(False, "_forward_impl")),
+    "a pre-hook that is all that is trained": stays(
+        "nothing but a forward pre-hook", use=trained_by_a_pre_hook, fused=1
+    ),
+    "a parametrization": stays("a parametrization of its output layer", of_layer(parametrized)),
+    "compiled": stays("within torch.compile", use=compiled),
     "a bias given later": stays("a bias", of_layer(with_a_bias)),
     "grad_hidden not reduced any more": stays(
         "does not reduce grad_hidden", with_attributes(disable_grad_reduce=True, allreduce_dgrad=False)
     ),
+    "fewer rows than the layer was built for": stays(
+        "its layer was built for",
+        of_layer(lambda layer: setattr(layer, "weight", nn.Parameter(layer.weight.detach()[:-3].clone()))),
+    ),
     "an expert layer later": stays("an expert layer", with_attributes(explicit_expert_comm=True)),
-    "fewer rows than the layer was built for": stays("its layer was built for", of_layer(with_fewer_rows)),
-    "compiled": stays("within torch.compile", use=compiled),
     "float64": stays("are float64", lambda model, _: model.double()),
+    # What its loss reads is another's.
+    "a fork's layer of the core's name": stays(
+        "stands in the place of one of Megatron's functions",
+        of_layer(lambda layer: setattr(layer, "__class__", forks_layer(type(layer)))),
+    ),
+    "another config later": stays("its config names another loss", with_another_config),
+    "another model later": stays(
+        "edited after the model was built", edited_before_another_is_built, adopted=False
+    ),
+    "FSDP2 that casts": stays("FSDP casts what the output layer returns", casts_what_is_returned, **BF16),
     # What nobody would apply. A hook, no labels: test_models.py.
     "a hook that drops arguments": Row(
         0, 0, raises="did not reach its forward",
@@ -613,7 +515,7 @@ def test_off_against_on(rank: Rank, name):
             else:
                 on = results_of(row, rank, family)
         assert seen.counts == (row.fused, 0, row.stock), family
-        assert "stays on Megatron's own path" not in seen.said, "it was adopted when it was built"
+        assert rank.rank or row.adopted == ("stays on Megatron's own path" not in seen.said), seen.said
         if off is None:
             continue
         told = seen.lines("takes Megatron's own path")

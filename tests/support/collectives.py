@@ -20,31 +20,21 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-#: Method of ProcessGroup -> the collective's name. torch 2.13 renamed two of them.
-METHODS = {
-    "allreduce": "all_reduce",
-    "allreduce_coalesced": "all_reduce",
-    "allgather": "all_gather",
-    "_allgather_base": "all_gather",
-    "all_gather_single": "all_gather",
-    "allgather_into_tensor_coalesced": "all_gather",
-    "all_gather_single_coalesced": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-    "_reduce_scatter_base": "reduce_scatter",
-    "reduce_scatter_single": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter",
-    "reduce_scatter_single_coalesced": "reduce_scatter",
-    "alltoall": "all_to_all",
-    "alltoall_base": "all_to_all",
-    "all_to_all_single": "all_to_all",
-    "broadcast": "broadcast",
-    "reduce": "reduce",
-    "gather": "gather",
-    "scatter": "scatter",
-    "send": "send",
-    "recv": "recv",
-    "barrier": "barrier",
+#: Collectives by the words that their methods of ProcessGroup have; torch 2.13 renamed some of those.
+NAMES = {
+    "all_reduce": ("allreduce", "allreduce_coalesced"),
+    "all_gather": (
+        *("allgather", "_allgather_base", "allgather_into_tensor_coalesced"),
+        *("all_gather_single", "all_gather_single_coalesced"),
+    ),
+    "reduce_scatter": (
+        *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced"),
+        *("reduce_scatter_single", "reduce_scatter_single_coalesced"),
+    ),
+    "all_to_all": ("alltoall", "alltoall_base", "all_to_all_single"),
+    **{name: (name,) for name in ("broadcast", "reduce", "gather", "scatter", "send", "recv", "barrier")},
 }
+METHODS = {method: name for name, methods in NAMES.items() for method in methods}
 
 
 class Collective(NamedTuple):

@@ -13,6 +13,8 @@ from megatron_fused_ce.head.call import Call
 from megatron_fused_ce.head.grad_weight import InPlaceGradWeight, ReturnedGradWeight
 from megatron_fused_ce.scripts.lib.reference import make_inputs
 
+SIZES = {"s": 8, "b": 2, "hidden_size": 12, "vocab": 40}
+
 
 class AtOperator(TorchDispatchMode):
     """Counts operators, forward or backward, and calls ``act`` before the ``at``-th; never for None."""
@@ -67,25 +69,26 @@ class Filled(TorchDispatchMode):
 class Step:
     """A micro-batch of a head whose ``grad_weight`` ends as asked, and what it leaves."""
 
-    def __init__(self, dtype, strategy, end, options=None, rank=None, sequence_parallel=False):
+    def __init__(
+        self, dtype, strategy, end="returned", options=None, rank=None, sequence_parallel=False, *,
+        kind="odd-labels", seed=0, weight=None,
+    ):  # fmt: skip
         """``rank``: a :class:`.rank_process.Rank`, whose shard and part this is; None for the whole."""
-        inputs = make_inputs(
-            "odd-labels",
-            s=8,
-            b=2,
-            hidden_size=12,
-            vocab=40,
-            dtype=dtype,
-            device="cpu" if rank is None else rank.device,
-        )
+        device = "cpu" if rank is None else rank.device
+        self.inputs = make_inputs(kind, **SIZES, dtype=dtype, seed=seed, device=device)
         at, size = (0, 1) if rank is None else (rank.rank, rank.size)
-        parts = inputs.hidden.chunk(size) if sequence_parallel else [inputs.hidden] * size
+        parts = self.inputs.hidden.chunk(size) if sequence_parallel else [self.inputs.hidden] * size
         self.hidden = parts[at].clone().requires_grad_()
-        self.weight = inputs.weight.chunk(size)[at].clone().requires_grad_()
-        self.labels, self.grad_loss = inputs.labels, inputs.grad_loss
-        self.group = None if rank is None else rank.group
-        self.sequence_parallel = sequence_parallel
-        self.config = FusedCEConfig(strategy=strategy, num_chunks=2, **(options or {}))
+        self.weight = (
+            self.inputs.weight.chunk(size)[at].clone().requires_grad_() if weight is None else weight
+        )
+        self.grad_loss = self.inputs.grad_loss
+        self.options = {
+            "tp_group": None if rank is None else rank.group,
+            "sequence_parallel": sequence_parallel,
+            "token_weights": self.grad_loss * 2,
+            "config": FusedCEConfig(strategy, **{"num_chunks": 2, **(options or {})}),
+        }
         self.main_grad = None
         if end != "returned":
             self.main_grad = torch.zeros_like(self.weight, dtype=torch.float32 if end == "fp32" else dtype)
@@ -94,22 +97,11 @@ class Step:
         """A forward and a backward; gradients are added to those that are there."""
         self.forward().backward(self.grad_loss)
 
-    def forward(self) -> torch.Tensor:
+    def forward(self, hidden=None) -> torch.Tensor:
         open_grad_weight = ReturnedGradWeight if self.main_grad is None else self.open
-        grad_in_forward = self.config.strategy == "grad_in_forward"
-        made = linear_cross_entropy(
-            Call(
-                self.hidden,
-                self.weight,
-                self.labels,
-                tp_group=self.group,
-                sequence_parallel=self.sequence_parallel,
-                token_weights=self.grad_loss * 2 if grad_in_forward else None,
-                config=self.config,
-                open_grad_weight=open_grad_weight,
-            )
-        )
-        return made.loss
+        given = {**self.options, "open_grad_weight": open_grad_weight}
+        hidden = self.hidden if hidden is None else hidden
+        return linear_cross_entropy(Call(hidden, self.weight, self.inputs.labels, **given)).loss
 
     def open(self, weight, num_gemms, scaled):
         return InPlaceGradWeight(self.main_grad, scaled, lambda: None)

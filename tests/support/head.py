@@ -6,7 +6,6 @@ import contextlib
 import functools
 import hashlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fused_ce.planner import choose
-from megatron_fused_ce.ranks import agreement
+from megatron_fused_ce.ranks import agreement, collectives
 from megatron_fused_ce.scripts.lib.reference import HeadInputs, make_inputs
 from tests.support.ranks import Rank
 
@@ -116,31 +115,23 @@ def strategy_in_place(strategy: str, stored_chunks: int = 1) -> Iterator[str]:
         yield strategy
 
 
-def mixed_plans(stored_chunks: int) -> AbstractContextManager[None]:
-    """Every plan stores the first chunks and recomputes the others."""
-    return _plans(
-        lambda plan: replace(plan, strategy="mixed", stored_chunks=stored_chunks, wgrad_at_once=False)
-    )
-
-
 @contextlib.contextmanager
-def _plans(change: Callable[[choose.Plan], choose.Plan]) -> Iterator[None]:
-    plan = choose.plan
+def mixed_plans(stored_chunks: int) -> Iterator[None]:
+    """Every plan stores the first chunks and recomputes the others."""
+    plan, changes = choose.plan, {"strategy": "mixed", "stored_chunks": stored_chunks, "wgrad_at_once": False}
     agreement.forget()
     try:
-        with patch.object(choose, "plan", lambda inputs: change(plan(inputs))):
+        with patch.object(choose, "plan", lambda inputs: replace(plan(inputs), **changes)):
             yield
     finally:
         agreement.forget()
 
 
-class AtItsWait:
+class _AtItsWait:
     """A collective that reads its input and writes its output when it is waited for, no sooner."""
 
-    def __init__(
-        self, collective: Callable[..., Any], tensors: tuple[Tensor, ...], options: dict[str, Any]
-    ) -> None:
-        self.run: Callable[[], Any] | None = functools.partial(collective, *tensors, **options)
+    def __init__(self, run: Callable[[], Any]) -> None:
+        self.run: Callable[[], Any] | None = run
 
     def wait(self) -> None:
         if self.run is not None:
@@ -148,13 +139,16 @@ class AtItsWait:
         self.run = None
 
 
-class AtItsStart:
-    """A collective that has written its output when its start returns."""
+@contextlib.contextmanager
+def collectives_run(at: str) -> Iterator[None]:
+    """At their ``start`` or their ``wait``, each by itself, also those that NCCL launches as one."""
 
-    def __init__(
-        self, collective: Callable[..., Any], tensors: tuple[Tensor, ...], options: dict[str, Any]
-    ) -> None:
-        collective(*tensors, **options)
+    def start(collective: Any, *tensors: Tensor, beside: bool = True, **options: Any) -> Any:
+        pending = _AtItsWait(functools.partial(collective, *tensors, **options))
+        if at == "start":
+            pending.wait()
+        return pending
 
-    def wait(self) -> None:
-        """It has ended."""
+    alone = patch.object(collectives.VocabParallel, "coalesced", lambda *_: contextlib.nullcontext())
+    with patch.object(collectives, "_start", start), alone:
+        yield

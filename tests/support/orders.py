@@ -5,28 +5,19 @@ from __future__ import annotations
 import gc
 import itertools
 import time
+from dataclasses import replace
 from functools import partial
-from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron_fused_ce import (
-    FusedCEConfig,
-    fused_linear_cross_entropy,
-    fused_linear_token_outputs,
-    fused_linear_topk_distillation,
-)
 from megatron_fused_ce.head import tokens
-from megatron_fused_ce.head.autograd import linear_cross_entropy
-from megatron_fused_ce.head.call import Call
-from megatron_fused_ce.head.grad_weight import InPlaceGradWeight
-from megatron_fused_ce.scripts.lib.reference import LOSS_OPTIONS, make_inputs, make_teacher
-from tests.support.faulty import Filled
+from megatron_fused_ce.losses.outputs import OUTPUTS
+from megatron_fused_ce.scripts.lib.reference import LOSS_OPTIONS
+from tests.support.faulty import Filled, Step
+from tests.support.losses import Loss
 from tests.support.op import rows_by
-
-SIZES = {"s": 8, "b": 2, "hidden_size": 12, "vocab": 40}
 
 
 def tensors_alive() -> int:
@@ -42,35 +33,18 @@ def end_with_alive(number: int) -> bool:
     return tensors_alive() <= number
 
 
-class MicroBatch:
+class MicroBatch(Step):
     """A micro-batch of its own of one weight; this rank's rows and tokens of both."""
 
     def __init__(self, strategy, seed, weight=None, *, rank=None, sp=False, **options):
-        """``rank``: a :class:`.rank_process.Rank`; None for the whole. ``options``: of the config."""
-        device = "cpu" if rank is None else rank.device
-        inputs = make_inputs("plain", **SIZES, dtype=torch.float32, seed=seed, device=device)
-        at, size = (0, 1) if rank is None else (rank.rank, rank.size)
-        hidden = inputs.hidden.chunk(size)[at] if sp else inputs.hidden
-        self.inputs = inputs
-        self.hidden = hidden.clone().requires_grad_()
-        if weight is None:
-            weight = inputs.weight.chunk(size)[at].clone().requires_grad_()
-        self.weight = weight
-        self.labels, self.upstream = inputs.labels, inputs.grad_loss
-        self.options: dict[str, Any] = {
-            "tp_group": None if rank is None else rank.group,
-            "sequence_parallel": sp,
-            "token_weights": self.upstream,
-            "config": FusedCEConfig(strategy=strategy, num_chunks=3, **options),
-        }
-
-    def forward(self, hidden=None):
-        hidden = self.hidden if hidden is None else hidden
-        return fused_linear_cross_entropy(hidden, self.weight, self.labels, **self.options)
+        """``options``: of the config."""
+        options = {"num_chunks": 3, **options}
+        of_step = {"kind": "plain", "seed": seed, "weight": weight}
+        super().__init__(torch.float32, strategy, "returned", options, rank, sp, **of_step)
 
     def backward(self, loss):
         """Gradients of hidden states and weight, returned."""
-        return torch.autograd.grad(loss, (self.hidden, self.weight), self.upstream)
+        return torch.autograd.grad(loss, (self.hidden, self.weight), self.grad_loss)
 
     def alone(self):
         """Both gradients of this micro-batch by itself."""
@@ -127,16 +101,9 @@ def accumulation_is_the_sum(strategy, **where) -> None:
     heads = micro_batches(strategy, **where)
     main_grad = torch.zeros_like(heads[0].weight)
     for head in heads:
-        made = linear_cross_entropy(
-            Call(
-                head.hidden,
-                head.weight,
-                head.labels,
-                **head.options,
-                open_grad_weight=lambda weight, n, scaled: InPlaceGradWeight(main_grad, scaled, lambda: None),
-            )
-        )
-        made.loss.backward(head.upstream)
+        head.main_grad = main_grad
+        head.run()
+        head.main_grad = None
     summed = sum(head.alone()[1] for head in heads)
     torch.testing.assert_close(main_grad, summed, rtol=2e-6, atol=2e-6)
     assert heads[0].weight.grad is None
@@ -163,52 +130,39 @@ def nested_checkpoints(strategy, outer: bool, inner: bool, **where) -> None:
     again = partial(checkpoint, stack, use_reentrant=inner)
     loss = checkpoint(again, head.hidden, use_reentrant=outer)
     assert torch.equal(loss, plain)
-    loss.backward(head.upstream)
+    loss.backward(head.grad_loss)
     assert equal((head.hidden.grad, head.weight.grad), expected)
 
 
-#: What a head may be asked for beside its loss, and every option of that.
+#: What a head may be asked for, and every option of that.
 ASKED = {
-    "plain": {},
-    **LOSS_OPTIONS,
-    "scaled": {"logit_scale": 0.25},
-    "rounded": {"logit_precision": "activations"},
-    "all-reduced": {"merge": "all_reduce"},
-    "skipped": {"skip_masked": True},
-    "row kernels": {},
-    "scaled-exp GEMM": {"logits_backend": "scaled_exp"},
-    "argmax": {},
-    "outputs": {},
-    "distillation": {},
+    **{name: Loss(options) for name, options in LOSS_OPTIONS.items()},
+    "plain": Loss(),
+    "scaled": Loss({"logit_scale": 0.25}),
+    "rounded": Loss({"logit_precision": "activations"}),
+    "all-reduced": Loss({"merge": "all_reduce"}),
+    "skipped": Loss({"skip_masked": True}),
+    "row kernels": Loss(),
+    "scaled-exp GEMM": Loss({"logits_backend": "scaled_exp"}),
+    "outputs": Loss(beside=tuple(OUTPUTS)),
+    "distillation": Loss(entries=4),
+    "masked padding": Loss({"true_vocab_size": 33}),  # within these 40
+    "all": Loss({**LOSS_OPTIONS["all"], "true_vocab_size": 37}),
 }
-ASKED["masked padding"] = {"true_vocab_size": 33}  # within these 40
-ASKED["all"] = {**ASKED["all"], "true_vocab_size": 37}
 
 
 def filled(asked: str, strategy: str, value: float, **where) -> list[torch.Tensor]:
     """Results and gradients of a step in which all fresh memory holds ``value``."""
-    head = MicroBatch(strategy, 0, **where, **ASKED[asked])
+    loss = replace(ASKED[asked], differentiable=strategy != "grad_in_forward")
+    head = MicroBatch(strategy, 0, **where, **loss.options)
     if "skipped" in asked:
-        head.upstream[:, 2:5] = 0.0
-    given = (head.hidden, head.weight)
+        head.grad_loss[:, 2:5] = 0.0
+        head.options["token_weights"] = head.grad_loss * 2
     rows = rows_by("triton" if asked == "row kernels" else "auto")
     with Filled(value) as empties, patch.object(tokens, "ROUND_TO", 2), rows:
-        if asked == "argmax":
-            made = linear_cross_entropy(Call(*given, head.labels, **head.options, with_argmax=True))
-            results = [made.outputs[name] for name in ("loss", "shard_max", "shard_argmax")]
-        elif asked == "outputs":
-            names = ("log_prob", "lse", "entropy", "predicted", "correct")
-            made = fused_linear_token_outputs(
-                *given, head.labels, names, **head.options, differentiable=strategy != "grad_in_forward"
-            )
-            results = [made_one for made_one in made if made_one is not None]
-        elif asked == "distillation":
-            teacher = make_teacher(head.inputs, 4)
-            results = [fused_linear_topk_distillation(*given, *teacher, **head.options)]
-        else:
-            results = [head.forward()]
+        results = list(loss.ask(head.hidden, head.weight, head.inputs, **head.options).values())
         asked_for = [result for result in results if result.requires_grad]
-        torch.autograd.backward(asked_for, [head.upstream] * len(asked_for))
+        torch.autograd.backward(asked_for, [head.grad_loss] * len(asked_for))
     assert empties.count > 5
     return [result.detach() for result in results] + [head.hidden.grad, head.weight.grad]
 

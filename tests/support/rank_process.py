@@ -76,6 +76,8 @@ class Place:
     on_gpus: bool = False
     #: The process runs more than one test.
     lives_on: bool = False
+    #: It is a rank of the tests' group; a launch makes its own.
+    joins: bool = True
 
     @property
     def output(self) -> Path:
@@ -188,7 +190,9 @@ def live(connection: Connection, place: Place) -> None:
         import torch.distributed as dist
 
         try:
-            rank = join(place, dist.FileStore(f"{place.folder}/store", place.size))
+            rank = Rank(None, place.rank, place.size, None)
+            if place.joins:
+                rank = join(place, dist.FileStore(f"{place.folder}/store", place.size))
         except BaseException:
             connection.send(("raised", traceback.format_exc()))
             os._exit(1)

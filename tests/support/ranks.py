@@ -197,13 +197,13 @@ class RankProcesses:
     """
 
     def __init__(
-        self, size: int, environment: Environment = PLAIN, *, on_gpus: bool = False, lives_on: bool = False
+        self, size: int, environment: Environment = PLAIN, *, on_gpus: bool = False, **place: bool
     ) -> None:
-        """``lives_on``: for more than one test; a call that leaves global state changed fails."""
+        """``place``: fields of :class:`.rank_process.Place`."""
         if torchrun.IS_RANK:
             pytest.skip("the test starts ranks of its own")
         self.size, self.environment, self.on_gpus = size, environment, on_gpus
-        self.lives_on = lives_on
+        self._of_place = place
         self.is_open = False
         self._resources = contextlib.ExitStack()
         self._connections: list[Connection] = []
@@ -231,7 +231,7 @@ class RankProcesses:
         results(self._collect(START_TIMEOUT_S, GRACE_S))
 
     def _place(self, rank: int) -> Place:
-        return Place(rank, self.size, self._folder, self.on_gpus, self.lives_on)
+        return Place(rank, self.size, self._folder, self.on_gpus, **self._of_place)
 
     def run(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> list[Any]:
         """``function(rank, *arguments, **options)`` on every rank; their results in order.
