@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megatron_fused_ce.adapter.arguments import FLAG
-from megatron_fused_ce.plan.advice import LENGTH_STEP, LONGEST, TIGHT, Advice, Way
+from megatron_fused_ce.plan.advice import TIGHT, Advice, Way
 from megatron_fused_ce.plan.closed_world import UNKNOWN, Judged
 from megatron_fused_ce.plan.launch_script import TrainingLaunch
 from megatron_fused_ce.plan.peaks import MOMENTS
@@ -51,9 +51,7 @@ SENTENCES = {
     "allocated, the largest rank's).",
     # With --explain.
     "places": "Memory is highest {before} without the flag, {after} with it.",
-    "times": "On an H200 this head took {flag} ms with the flag, {now} without ({source}).",
     "how": "The flag would run as {words}.",
-    "longest": "Longest sequence that fits, all else as asked: {before} without the flag, {after} with it.",
     "batch": "{micro} sequences in a micro-batch; one rank's head: {tokens} tokens × {rows} of {vocab} "
     "vocabulary rows.",
     "memory": "Of a GPU's {capacity} GiB {overhead} are set aside for driver and NCCL (--overhead).",
@@ -61,13 +59,14 @@ SENTENCES = {
 }
 #: Before the first sentence, where the log says so.
 DIED = "The run ended out of memory. "
-#: Megatron's own losses, for people.
-LOSSES = {"unfused": "Megatron, unfused", "native": "Megatron, native fusion", "te": "Transformer Engine"}
-#: ms of the output layer and its loss on an H200 at (T, H, V) of one rank, bf16, forward and backward, and of
-#: the flag's in the last place: 2026-11-21-h200-reach-llama3-8b.json.
-MEASURED_AT = (8192, 4096, 128256)
-MEASURED_MS = {"unfused": 54.2, "native": 48.1, "te": 40.7, "flag": 38.3}
-MEASURED_IN = "docs/benchmarks/2026-11-21.md"
+#: Megatron's own losses, for people. The last version whose pretrain_gpt.py takes Transformer Engine's is
+#: 0.18.0 (0.18.2's training/arguments.py refuses it; ModelParallelConfig, which Megatron-Bridge's recipes
+#: set, only warns).
+LOSSES = {
+    "unfused": "Megatron, unfused",
+    "native": "Megatron, native fusion",
+    "te": "Transformer Engine (to 0.18.0, or Bridge)",
+}
 #: Part of a measured peak by which a plan may be off, so that something is derived from it.
 OFF = 0.05
 
@@ -96,7 +95,6 @@ class Result:
     launch: TrainingLaunch | None = None
     has_flag: bool = False  # whether the launch has the flag already
     planned: int = 0  # bytes for the launch's own loss, before anything measured moved them
-    versions: tuple[str, ...] = ()  # Megatron's, of which it is one
 
     @property
     def now(self) -> Way:
@@ -131,13 +129,6 @@ class Result:
 
 def gib(num_bytes: float) -> str:
     return f"{num_bytes / GIB:.2f}"
-
-
-def tokens(longest: int) -> str:
-    """Of the search's end: there may be more."""
-    if longest > LONGEST - 2 * LENGTH_STEP:
-        return f"{longest} or more"
-    return str(longest or "none")
 
 
 def sentences(result: Result, explain: bool = False) -> list[Said]:
@@ -207,22 +198,15 @@ def _short(result: Result) -> Iterator[Said]:
 
 
 def _why(result: Result) -> Iterator[Said]:
-    setting, training, gpu = result.setting, result.setting.training, result.advice.gpu
+    setting, gpu = result.setting, result.advice.gpu
     before, after, effect = result.advice.baseline, result.advice.recommended, not result.judged.no_effect
     if effect and not result.doubts:
         before_at, after_at = (MOMENTS[way.estimate.bound.name] for way in (before, after))
         yield say("places", before=before_at, after=after_at)
-        if before.longest or after.longest:
-            yield say("longest", before=tokens(before.longest), after=tokens(after.longest))
     if effect:
         yield say("how", words=after.head.words)
-    shape = (setting.num_tokens, setting.model.hidden_size, setting.vocab_rows)
-    here = shape == MEASURED_AT and setting.parallel.tensor == 1 and training.dtype == "bfloat16"
-    if effect and here and gpu.exp_serves and before.head.name in MEASURED_MS:
-        times = {"flag": MEASURED_MS["flag"], "now": MEASURED_MS[before.head.name]}
-        yield say("times", source=MEASURED_IN, **times)
     yield say(
-        "batch", micro=training.micro_batch, tokens=setting.num_tokens, rows=setting.vocab_rows,
+        "batch", micro=setting.training.micro_batch, tokens=setting.num_tokens, rows=setting.vocab_rows,
         vocab=setting.padded_vocab_size,
     )  # fmt: skip
     yield say("memory", capacity=gib(gpu.capacity), overhead=gib(gpu.overhead))

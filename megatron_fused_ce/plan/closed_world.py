@@ -66,12 +66,6 @@ CONDITIONS: dict[str, Callable[[Any], bool]] = {
         (given.num_layers_per_virtual_pipeline_stage or given.num_virtual_stages_per_pipeline_rank) is None
     ),
 }
-#: Arguments that a log of their version may lack: ModelOpt's, and one that Megatron deletes.
-_MAY_LACK = re.compile(
-    "export_|finetune_|modelopt|teacher_|qad_|freeze_base|enable_gpt_oss|cuda_graph_scope_dep"
-)
-#: A log with as many others is a fork's.
-MOST_MISSED = 10
 #: What is said of an argument, and names on a line before the last one.
 UNKNOWN, MOST_NAMES = " may change memory and is not counted", 2
 #: Tokens that a rank's experts may be sent, over what an even spread would send.
@@ -159,17 +153,6 @@ def arguments() -> dict[str, Argument]:
 @cache
 def _by_option() -> dict[str, Argument]:
     return {option: argument for argument in arguments().values() for option in argument.options}
-
-
-def versions_of(names: Collection[str]) -> tuple[str, ...]:
-    """The version whose arguments, of those that not every version has, a log's are closest to; else all."""
-    telling = [one for one in arguments().values() if "." in one.defaults and not _MAY_LACK.match(one.name)]
-    missed = {
-        version: sum((one.defaults[place] != ".") != (one.name in names) for one in telling)
-        for place, version in enumerate(versions())
-    }
-    least, other, *_ = sorted(missed, key=missed.__getitem__)
-    return (least,) if missed[least] < min(MOST_MISSED, missed[other]) else versions()
 
 
 def _plain(value: str) -> str:

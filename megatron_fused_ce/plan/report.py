@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_fused_ce.adapter.arguments import FLAG
 from megatron_fused_ce.plan.advice import Way
-from megatron_fused_ce.plan.answer import LOSSES, Result, gib, sentences, tokens
+from megatron_fused_ce.plan.answer import LOSSES, Result, gib, sentences
 from megatron_fused_ce.plan.setting import Setting
 from megatron_fused_ce.plan.static import parameters, stages, static
 
@@ -20,9 +20,6 @@ if TYPE_CHECKING:
 WIDTH = 100
 #: The moments of a step (peaks.MOMENTS), in short.
 PLACES = {"head": "the loss", "layers": "a layer", "step": "the optimizer"}
-#: The last version whose pretrain_gpt.py takes Transformer Engine's loss (0.18.2's training/arguments.py
-#: refuses it; ModelParallelConfig, which Megatron-Bridge's recipes set, only warns).
-LAST_WITH_TE = "0.18.0"
 #: What a verdict is called in a table.
 VERDICTS = {"fits": "yes", "tight": "tight", "does not fit": "no", "over budget": "refused"}
 
@@ -71,7 +68,6 @@ def _way(way: Way) -> dict[str, Any]:
         "peak": way.peak,
         "bound": way.estimate.bound.name,
         "verdict": way.verdict,
-        "longest_sequence": way.longest,
         "moments": {
             moment.name: {"stage": moment.stage, "total": moment.total, **moment.parts}
             for moment in way.estimate.moments
@@ -134,24 +130,17 @@ def _tables(result: Result, explain: bool) -> Iterator[Table]:
 def _ways_table(result: Result, explain: bool) -> Table:
     """Every way of computing the loss; of the flag's strategies the chosen one, all with ``explain``.
 
-    ``longest`` are tokens of a sequence. Without a verdict the head alone.
+    Without a verdict the head alone.
     """
-    columns = ("its memory", *(() if result.doubts else ("peak", "highest in", "fits", "longest")))
+    columns = ("its memory", *(() if result.doubts else ("peak", "highest in", "fits")))
     table = _table("Ways of computing the loss, GiB a GPU", "", *columns)
-    # Of 0.18 alone it is not known.
-    refuse = [version > LAST_WITH_TE for version in result.versions]
-    accept = [version < "0.18" or version == LAST_WITH_TE for version in result.versions]
     for way in result.advice.ways:
         asked = way.head.name == result.setting.training.fused_ce.strategy
         if not (way.head.stock or ((explain or asked) and not result.judged.no_effect)):
             continue
-        some = way.head.name == "te" and not (all(refuse) or all(accept))
-        until = f" (to {LAST_WITH_TE}, or Bridge)" if some else ""
-        name = called(way) + (" (now)" if way is result.now else until)
-        cells = [name, gib(way.head.peak)]
+        cells = [called(way) + (" (now)" if way is result.now else ""), gib(way.head.peak)]
         if not result.doubts:
-            fits = "refused" if way.head.name == "te" and all(refuse) else VERDICTS[way.verdict]
-            cells += [gib(way.peak), PLACES[way.estimate.bound.name], fits, tokens(way.longest)]
+            cells += [gib(way.peak), PLACES[way.estimate.bound.name], VERDICTS[way.verdict]]
         table.add_row(*cells)
     return table
 
