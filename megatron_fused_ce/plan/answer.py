@@ -15,7 +15,6 @@ from megatron_fused_ce.adapter.arguments import FLAG
 from megatron_fused_ce.plan.advice import TIGHT, Advice, Way
 from megatron_fused_ce.plan.closed_world import UNKNOWN, Judged
 from megatron_fused_ce.plan.launch_script import TrainingLaunch
-from megatron_fused_ce.plan.peaks import MOMENTS
 from megatron_fused_ce.plan.setting import Setting
 from megatron_fused_ce.plan.static import parameters
 from megatron_fused_ce.planner.memory import MIB
@@ -43,18 +42,15 @@ SENTENCES = {
     "{part:.0%} of it; a run on an H200 with 21% ran out of memory, one with 37% trained.",
     "budget": "No plan takes {budget} MiB or less (--fused-ce-memory-mb): the launch takes the smallest, "
     "{least} MiB.",
-    "hint": "Another layout is tried by naming it: --tensor-model-parallel-size 4, say, {beside}.",
     "measured": "Megatron measured {measured} GiB, the largest rank's, where {planned} are planned: all "
     "figures are moved by the difference.",
     "measured alone": "Megatron measured a peak of {measured} GiB, the largest rank's.",
     "measured before": "The run in the log, without these changes, peaked at {measured} GiB (Megatron's max "
     "allocated, the largest rank's).",
     # With --explain.
-    "places": "Memory is highest {before} without the flag, {after} with it.",
     "how": "The flag would run as {words}.",
     "batch": "{micro} sequences in a micro-batch; one rank's head: {tokens} tokens × {rows} of {vocab} "
     "vocabulary rows.",
-    "memory": "Of a GPU's {capacity} GiB {overhead} are set aside for driver and NCCL (--overhead).",
     "not measured": "Measured in no run or in one, derived from Megatron's code: {kinds}.",
 }
 #: Before the first sentence, where the log says so.
@@ -190,25 +186,18 @@ def _short(result: Result) -> Iterator[Said]:
         if way.verdict == "tight":
             left, largest = gib(advice.gpu.usable - way.peak), gib(way.head.largest)
             yield say("tight", part=TIGHT, sum=gib(way.peak), left=left, largest=largest)
-    if result.decision == "does not fit":
-        yield say("hint", beside="beside the launch" if launch else "beside the model")
     head = advice.recommended.head
     if head.missed_budget:
         yield say("budget", budget=head.missed_budget, least=-(-head.predicted // MIB))
 
 
 def _why(result: Result) -> Iterator[Said]:
-    setting, gpu = result.setting, result.advice.gpu
-    before, after, effect = result.advice.baseline, result.advice.recommended, not result.judged.no_effect
-    if effect and not result.doubts:
-        before_at, after_at = (MOMENTS[way.estimate.bound.name] for way in (before, after))
-        yield say("places", before=before_at, after=after_at)
-    if effect:
-        yield say("how", words=after.head.words)
+    setting = result.setting
+    if not result.judged.no_effect:
+        yield say("how", words=result.advice.recommended.head.words)
     yield say(
         "batch", micro=setting.training.micro_batch, tokens=setting.num_tokens, rows=setting.vocab_rows,
         vocab=setting.padded_vocab_size,
     )  # fmt: skip
-    yield say("memory", capacity=gib(gpu.capacity), overhead=gib(gpu.overhead))
     if kinds := setting.not_measured:
         yield say("not measured", kinds=", ".join(kinds))

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from megatron_fused_ce.adapter.arguments import FLAG
 from megatron_fused_ce.plan.advice import Way
 from megatron_fused_ce.plan.answer import LOSSES, Result, gib, sentences
-from megatron_fused_ce.plan.setting import Setting
 from megatron_fused_ce.plan.static import parameters, stages, static
 
 if TYPE_CHECKING:
@@ -18,7 +16,7 @@ if TYPE_CHECKING:
 
 #: Columns that nothing printed exceeds.
 WIDTH = 100
-#: The moments of a step (peaks.MOMENTS), in short.
+#: The moments of a step (:mod:`.peaks`), for people.
 PLACES = {"head": "the loss", "layers": "a layer", "step": "the optimizer"}
 #: What a verdict is called in a table.
 VERDICTS = {"fits": "yes", "tight": "tight", "does not fit": "no", "over budget": "refused"}
@@ -122,7 +120,6 @@ def _table(title: str, *columns: str) -> Table:
 def _tables(result: Result, explain: bool) -> Iterator[Table]:
     yield _ways_table(result, explain)
     if explain and not (result.doubts or result.judged.no_effect):
-        yield _static_table(result.setting)
         yield _moments_table("Without the flag", result.advice.baseline)
         yield _moments_table("With the flag", result.advice.recommended)
 
@@ -142,28 +139,6 @@ def _ways_table(result: Result, explain: bool) -> Table:
         if not result.doubts:
             cells += [gib(way.peak), PLACES[way.estimate.bound.name], VERDICTS[way.verdict]]
         table.add_row(*cells)
-    return table
-
-
-def _static_table(setting: Setting) -> Table:
-    """Table of each stage's weights, gradients and optimizer, with bytes a parameter."""
-    training = setting.training
-    over = ["", ""]  # of dense parameters, of experts
-    if training.distributed_optimizer:
-        ranks = [setting.parallel.shards(experts) for experts in (False, True)]
-        over = [f" / {number}" if number > 1 else "" for number in ranks]
-        over[1] = f"; experts{over[1] or ' whole'}" if setting.model.mixture else ""
-    table = _table(
-        "Held all the time, GiB a GPU (bytes a parameter)",
-        *("stage", "parameters", f"weights ({setting.itemsize})", f"gradients ({training.gradient_bytes})"),
-        *(f"optimizer ({training.state_bytes:g}{''.join(over)})", "sum"),
-    )
-    all_stages = [static(setting, stage) for stage in stages(setting)]
-    for held, group in groupby(enumerate(all_stages), key=lambda pair: pair[1]):
-        first, *others = [str(index) for index, _ in group]
-        name = f"{first} to {others[-1]}" if others else first
-        cells = (held.weights, held.gradients, held.optimizer, held.total)
-        table.add_row(name, f"{(held.dense + held.experts) / 1e9:.3f} billion", *map(gib, cells))
     return table
 
 

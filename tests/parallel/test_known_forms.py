@@ -467,7 +467,7 @@ def test_what_a_model_has_of_its_own(rank: Rank, name):
 @pytest.mark.parametrize("place", [f"{FUNCTION}.forward", f"{LAYERS}:ColumnParallelLinear.forward"])
 def test_a_newer_megatron(rank: Rank, place):
     """Megatron's own path, which says what to do; done, it is fused."""
-    from megatron_fused_ce.adapter import known_forms
+    from megatron_fused_ce.adapter import forms
 
     have_groups(rank.size)
     module, _, name = place.partition(":")
@@ -475,7 +475,7 @@ def test_a_newer_megatron(rank: Rank, place):
     expected, seen, _ = run(rank, True)
     assert seen == (1, 0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.delitem(known_forms.FORMS[module], name)
+        patch.delitem(forms.FORMS, (module, name))
         on, seen, said = run(rank, True)
         assert seen == (0, 0)
         file = f"{module}.{name} ({sys.modules[module].__file__}), digest "
