@@ -196,7 +196,7 @@ def _make(call: Call, history: GroupHistory) -> Spec:
         num_stored=plan.stored_chunks if needs_grad else 0,
         in_forward=plan.in_forward and needs_grad,
         wgrad_at_once=plan.wgrad_at_once and grad_weight,
-        keeps_last=plan.saves_last_hidden and (grad_weight or remakes),
+        keeps_last=not plan.inputs.promise_broken and (grad_weight or remakes),
         remakes=remakes,
         head=head,
         history=history,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_fused_ce.adapter.arguments import FLAG
 from megatron_fused_ce.plan.advice import Way
 from megatron_fused_ce.plan.answer import LOSSES, Result, gib, sentences
-from megatron_fused_ce.plan.static import parameters, stages, static
+from megatron_fused_ce.plan.static import parameters
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -25,8 +25,6 @@ VERDICTS = {"fits": "yes", "tight": "tight", "does not fit": "no", "over budget"
 def as_dictionary(result: Result) -> dict[str, Any]:
     """Everything that the tables show, in bytes and tokens."""
     setting, advice = result.setting, result.advice
-    held = [static(setting, stage) for stage in stages(setting)]
-    kinds = ("weights", "gradients", "optimizer", "step")
     return {
         "decision": result.decision,
         "doubts": result.doubts,
@@ -36,23 +34,15 @@ def as_dictionary(result: Result) -> dict[str, Any]:
         "measured": result.measured,
         "sentences": dict(sentences(result, explain=True)),
         "parameters": parameters(setting),
-        "tokens_of_a_micro_batch": setting.num_tokens,
-        "padded_vocab_size": setting.padded_vocab_size,
-        "vocab_rows_of_a_rank": setting.vocab_rows,
         "gpus": setting.parallel.gpus,
         "gpu": advice.gpu.name,
         "capacity": advice.gpu.capacity,
         "overhead": advice.gpu.overhead,
-        "stages": [
-            {"parameters": one.dense + one.experts, **{kind: getattr(one, kind) for kind in kinds}}
-            for one in held
-        ],
         "ways": {way.head.name: _way(way) for way in advice.ways},
         "baseline": advice.baseline.head.name,
         "recommended": _way(advice.recommended),
         "largest_head": advice.largest_head,
         "saved": advice.saved,
-        "saved_of_peak": advice.saved / advice.baseline.peak,
         "notes": result.notes,
         "not_measured": setting.not_measured,
     }

@@ -169,7 +169,7 @@ NONE = "The head .* 0.80 → 0.70 GiB a GPU. The whole: no verdict, "
         ({}, OUT_OF_MEMORY, rf"The run ended out of memory\. {NONE}\d+\.\d+ GiB are planned, which fit"),
         ({"hybrid_layer_pattern": "MGDM"}, "", f"{NONE}layers of kind D G are not counted"),
         ({"fp8": "hybrid"}, "", f"{NONE}--fp8-format may change memory and is not counted"),
-        ({"perform_rl_step": True, "grpo_group_size": 16}, "", f"{NONE}--grpo-group-size and --perform"),
+        ({"perform_rl_step": True, "grpo_group_size": 16}, "", f"{NONE}--grpo-group-size .*, and 1 more"),
         ({"inference_dynamic_batching_buffer_size_gb": 20.0}, "", f"{NONE}--inference-dynamic-b"),
         ({"logits_load_dir": "x", "fp8": "hybrid"}, "", "No effect: .*--logits-load-dir"),
         ({"tensor_parallel_num_weight_shards": 16}, "", "No effect: .*gtp_remat"),
