@@ -1,4 +1,4 @@
-"""TODO."""
+"""Distillation: the divergence of a student's probabilities from a frozen teacher's, without logits."""
 
 from __future__ import annotations
 

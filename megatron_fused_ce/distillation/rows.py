@@ -233,7 +233,7 @@ class Divergence(LogitsBackend):
                     student, teacher, self.kind, self.beta, self.outputs.valid_columns
                 ).unbind(0)
                 if needs_grad and self.kind != "forward_kl":
-                    mean = self.comm.sum_over_shards(mean.contiguous())
+                    mean = self.comm.over_shards_(mean.contiguous())
                     of_token = of_token._replace(mean=mean)
             of_token = of_token._replace(row_scale=self._row_scale(student, teacher, of_token, targets))
         if matrix is not None:
@@ -254,7 +254,7 @@ class Divergence(LogitsBackend):
         """Collectives: one SUM all-reduce of all tokens' divergences."""
         assert isinstance(others, Teacher) and self.comm is not None
         # Of no tokens there is what was asked for alone.
-        divergence = self.comm.sum_over_shards(made.get("divergence", made["loss"]).contiguous())
+        divergence = self.comm.over_shards_(made.get("divergence", made["loss"]).contiguous())
         loss = divergence.clone()
         if others.label_weights is not None and "log_prob" in made:
             loss = loss - others.label_weights.view(loss.shape) * made["log_prob"].view(loss.shape)

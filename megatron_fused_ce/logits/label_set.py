@@ -120,7 +120,7 @@ class LabelSetRows(GemmThenRows):
             s.mul_(targets.inv_temperature.unsqueeze(1))
         s = torch.where(columns >= 0, s.clamp_(min=LOWEST_FINITE), -torch.inf)
         if self.comm is not None:
-            self.comm.take_largest_(s)
+            self.comm.over_shards_(s, largest=True)
         best = columns.gather(1, s.argmax(1, keepdim=True)).squeeze(1)
         empty = (columns == EMPTY) | (s == LOWEST_FINITE)
         return best, torch.where(empty, -torch.inf, s.masked_fill_(s == -torch.inf, NOT_HERE)).t()

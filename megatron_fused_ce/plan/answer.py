@@ -44,9 +44,8 @@ SENTENCES = {
     "{least} MiB.",
     "measured": "Megatron measured {measured} GiB, the largest rank's, where {planned} are planned: all "
     "figures are moved by the difference.",
-    "measured alone": "Megatron measured a peak of {measured} GiB, the largest rank's.",
-    "measured before": "The run in the log, without these changes, peaked at {measured} GiB (Megatron's max "
-    "allocated, the largest rank's).",
+    "measured alone": "The run in the log peaked at {measured} GiB (Megatron's max allocated, the largest "
+    "rank's).",
     # With --explain.
     "how": "The flag would run as {words}.",
     "batch": "{micro} sequences in a micro-batch; one rank's head: {tokens} tokens × {rows} of {vocab} "
@@ -178,10 +177,8 @@ def _short(result: Result) -> Iterator[Said]:
         yield say("bounded", name=name, clause=clause)
     if result.measured and not result.doubts:
         yield say("measured", measured=gib(result.measured), planned=gib(result.planned))
-    elif result.measured and uncounted:
-        yield say("measured alone", measured=gib(result.measured))
-    elif launch and launch.measured_bytes and not launch.as_logged:
-        yield say("measured before", measured=gib(launch.measured_bytes))
+    elif launch and launch.measured_bytes and (uncounted or not launch.as_logged):
+        yield say("measured alone", measured=gib(launch.measured_bytes))
     for way in () if result.doubts or result.judged.no_effect else (advice.baseline, advice.recommended):
         if way.verdict == "tight":
             left, largest = gib(advice.gpu.usable - way.peak), gib(way.head.largest)

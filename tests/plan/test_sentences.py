@@ -45,7 +45,6 @@ CASES = {
     "budget": (f"{BUDGET} 10", f"{BUDGET} 416"),
     "measured": (LOG, f"{LOG} --micro-batch-size 2"),
     "measured alone": ("--from-log {fp8} --gpu h200", "--from-log {fp8} --gpu h200 --ignore fp8-format"),
-    "measured before": (f"{LOG} --micro-batch-size 2", LOG),
     "how": (EITHER, LONG),
     "setting": (WHOLE, DIVIDED),
     "batch": (WHOLE, DIVIDED),
