@@ -87,7 +87,7 @@ setup(
         "megatron_fused_ce.scripts.lib",
         "megatron_fused_ce.scripts.runs",
     ],
-    package_data={"megatron_fused_ce": ["py.typed", "plan/*.tsv"]},
+    package_data={"megatron_fused_ce": ["py.typed", "adapter/*.tsv", "plan/*.tsv"]},
     # Any torch: a bound would replace a container's own, and so would triton beside pytorch-triton, which has
     # the same module. Where one is too old or missing, the first use says so (cli/versions.py).
     install_requires=["torch"],

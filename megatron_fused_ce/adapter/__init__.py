@@ -7,7 +7,8 @@ that of ``output_layer``, and its loss. Between them pass ``deferred_logits`` of
 ``token_weights``.
 
 ``stock_path`` decides what stays with Megatron: by its ``caller``, and by whether Megatron's functions have
-one of the ``known_forms``, which ``forms`` finds out. ``report`` logs it, in lines that ``say`` writes.
+one of the forms in ``known_forms.tsv``, which ``forms`` finds out. ``report`` logs it, in lines that ``say``
+writes.
 ``deferred_wgrad`` turns that option of Megatron's off, ``modelopt`` joins the heads of a student and its
 teacher, ``rl_logprobs`` is for ``train_rl.py``, and ``output_processor`` for callers of a model by Megatron's
 contract of that name.

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import inspect
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from types import CodeType, FrameType
 from typing import Any
 
@@ -95,13 +95,8 @@ def returns_logits(frame: FrameType) -> bool:
 # --- callers of the model --------------------------------------------------------------------------
 
 
-class _Gathers(threading.local):
-    """Whether a caller of this thread takes gathered logits for their log-probabilities alone."""
-
-    why_logits = "the caller gathers the logits (runtime_gather_output)"
-
-
-_gathers = _Gathers()
+#: Why a model called for gathered logits returns real ones; empty where its caller takes log-probabilities.
+_why_logits = ContextVar("why", default="the caller gathers the logits (runtime_gather_output)")
 
 
 @contextmanager
@@ -111,13 +106,13 @@ def returned_to_caller(why_not: str = "") -> Iterator[None]:
     Args:
         why_not: a reason for it to return real ones.
     """
-    before, _gathers.why_logits = _gathers.why_logits, why_not
+    before = _why_logits.set(why_not)
     try:
         yield
     finally:
-        _gathers.why_logits = before
+        _why_logits.reset(before)
 
 
 def why_caller_needs_logits() -> str:
     """Why the model must return gathered logits as real ones; empty within :func:`returned_to_caller`."""
-    return _gathers.why_logits
+    return _why_logits.get()

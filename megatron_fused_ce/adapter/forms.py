@@ -2,7 +2,7 @@
 
 :data:`LOOKED_AT` lists the functions by which Megatron computes a head's loss, each by the name that its
 caller reads. A name must hold the function that Megatron's own module defines, in a form that
-:mod:`.known_forms` has. Anything else is another loss, which must not be replaced in silence.
+``known_forms.tsv`` has. Anything else is another loss, which must not be replaced in silence.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ import tokenize
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from operator import is_
+from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
-
-from megatron_fused_ce.adapter import known_forms
 
 _CORE = "megatron.core."
 LANGUAGE_MODULE = f"{_CORE}models.common.language_module.language_module"
@@ -125,6 +124,15 @@ LOOKED_AT = (
     Row("log_softmax", RL, RL, "", "selective_log_softmax"),
     Row("log_softmax", RL, "torch", "", "torch"),
 )  # fmt: skip
+
+
+#: Written by scripts/dev/known_forms.py from Megatron's history.
+FILE = Path(__file__).with_name("known_forms.tsv")
+#: Module and a function that it defines -> digests of its forms.
+FORMS = {
+    (module, name): made.split()
+    for module, name, made in (line.split("\t") for line in FILE.read_text().splitlines()[1:])
+}
 
 
 def kind_of(config: Any) -> str:
@@ -319,7 +327,7 @@ def _source_of(found: Any, defined_in: str, name: str) -> tuple[str, bool]:
 def is_own(found: Any, defined_in: str, name: str, known: bool = False) -> bool:
     """Whether a function is that of this name in this module, perhaps edited; ``known``: in a known form."""
     made, own = _source_of(found, defined_in, name)
-    return own and (not known or made in known_forms.FORMS.get(defined_in, {}).get(name, "").split())
+    return own and (not known or made in FORMS.get((defined_in, name), ()))
 
 
 def _is_torchs_apply(found: Any, cls: Any) -> bool:

@@ -44,7 +44,7 @@ def patch(module: Any) -> None:
     def why_unknown(model: Any) -> str:
         if not verdict and (head := _head_of(model)) is not None:
             held = forms.Held("log_softmax", trusted())
-            verdict.append((held, stock_path.reason_for_log_softmax(held, head)))
+            verdict.append((held, stock_path.of_all_ranks(held.why_unknown, held, head.tp_group)))
         return next((reason or held.changed() for held, reason in verdict), "")
 
     if forms.is_defined_in(module, stock_log_softmax):  # a user's stays as it is

@@ -54,7 +54,7 @@ def reason_at_build(model: Any, megatron_args: Any, joined: bool = False) -> str
     """
     held = forms.Held(forms.kind_of(model.config), switch.trusted())
     reason = _reason_at_build(model, megatron_args, joined) or held.why_unknown
-    return _of_all_ranks(reason, held, getattr(model.output_layer, "tp_group", None))
+    return of_all_ranks(reason, held, getattr(model.output_layer, "tp_group", None))
 
 
 def _reason_at_build(model: Any, megatron_args: Any, joined: bool) -> str:
@@ -86,16 +86,11 @@ def reason_for_log_probs(model: Any) -> str:
     return ""
 
 
-def reason_for_log_softmax(held: forms.Held, layer: Any) -> str:
-    """Why ``selective_log_softmax`` needs the logits of this head; empty if its code is known.
+def of_all_ranks(reason: str, held: forms.Held, group: Any) -> str:
+    """``reason``, or one where other ranks of the group have another one, or other code.
 
-    Collectives: one all-reduce over the head's group, whose ranks decide alike.
+    Collectives: one all-reduce over ``group``, whose ranks decide alike.
     """
-    return _of_all_ranks(held.why_unknown, held, layer.tp_group)
-
-
-def _of_all_ranks(reason: str, held: forms.Held, group: Any) -> str:
-    """``reason``, or one where other ranks of the group have another one, or other code."""
     if same_on_all_ranks(f"{not reason} {held.digests}", group):
         return reason
     return reason or "it is not the same code on all ranks of its tensor-parallel group"

@@ -1,4 +1,4 @@
-"""Divergence of a student from a teacher, a frozen second head: from hidden states, without logits."""
+"""Distillation: the divergence of a student's probabilities from a frozen teacher's, without logits."""
 
 from __future__ import annotations
 

@@ -38,6 +38,7 @@ from megatron_fused_ce.logits import (
     LogitsBackend,
     LogitsGrad,
     OrderedTargets,
+    SavedChunk,
     Scores,
     Selection,
     Targets,
@@ -232,7 +233,7 @@ class Divergence(LogitsBackend):
                     student, teacher, self.kind, self.beta, self.outputs.valid_columns
                 ).unbind(0)
                 if needs_grad and self.kind != "forward_kl":
-                    mean = self.comm.sum_over_shards(mean.contiguous())
+                    mean = self.comm.over_shards_(mean.contiguous())
                     of_token = of_token._replace(mean=mean)
             of_token = of_token._replace(row_scale=self._row_scale(student, teacher, of_token, targets))
         if matrix is not None:
@@ -253,7 +254,7 @@ class Divergence(LogitsBackend):
         """Collectives: one SUM all-reduce of all tokens' divergences."""
         assert isinstance(others, Teacher) and self.comm is not None
         # Of no tokens there is what was asked for alone.
-        divergence = self.comm.sum_over_shards(made.get("divergence", made["loss"]).contiguous())
+        divergence = self.comm.over_shards_(made.get("divergence", made["loss"]).contiguous())
         loss = divergence.clone()
         if others.label_weights is not None and "log_prob" in made:
             loss = loss - others.label_weights.view(loss.shape) * made["log_prob"].view(loss.shape)
@@ -320,10 +321,11 @@ class Divergence(LogitsBackend):
         _, exponent = torch.frexp(bound)
         return torch.ldexp(torch.ones_like(bound), exponent.clamp(max=64) - FP16_BITS)
 
-    def bound_of(self, terms: Tensor | None, row_scale: Tensor | None, targets: Targets) -> Tensor:
+    def bound_of(self, saved: SavedChunk, targets: Targets) -> Tensor:
+        row_scale = saved.row_scale
         if row_scale is None:
-            assert terms is not None
-            row_scale = Terms.of(terms).row_scale
+            assert saved.terms is not None
+            row_scale = Terms.of(saved.terms).row_scale
         return row_scale * 2.0**FP16_BITS
 
     def bound_ahead(self, others: OrderedTargets | None) -> Tensor | float:
@@ -337,19 +339,13 @@ class Divergence(LogitsBackend):
         return Terms.of(merged.terms).row_scale.contiguous()
 
     def grad_from_saved(
-        self,
-        matrix: Tensor,
-        row_scale: Tensor | None,
-        targets: Targets,
-        terms: Tensor | None,
-        upstream: Upstream,
-        out: Tensor | None,
+        self, saved: SavedChunk, targets: Targets, upstream: Upstream, out: Tensor | None
     ) -> LogitsGrad:
-        assert row_scale is not None
+        assert saved.matrix is not None and saved.row_scale is not None
         if self.saves_e:
-            return LogitsGrad(matrix, row_scale, upstream.loss)
+            return LogitsGrad(saved.matrix, saved.row_scale, upstream.loss)
         assert out is not None
-        self.scale_rows(matrix, row_scale, out, upstream.loss)
+        self.scale_rows(saved.matrix, saved.row_scale, out, upstream.loss)
         return LogitsGrad(out)
 
     def grad_recomputed(
@@ -373,7 +369,8 @@ class Divergence(LogitsBackend):
         both = student_out, teacher_out
         student, teacher = self._sides(both, of_token)
         self._gradient(student, teacher, of_token, targets, out, False)
-        return self.grad_from_saved(out, of_token.row_scale, targets, None, upstream, out)
+        made = SavedChunk(None, out, of_token.row_scale, None)
+        return self.grad_from_saved(made, targets, upstream, out)
 
     def scale_rows(self, x: Tensor, row_scale: Tensor, out: Tensor, factor: Tensor | None = None) -> None:
         if x.is_cuda:

@@ -75,7 +75,7 @@ from megatron_fused_ce.head.promise import Verdict
 from megatron_fused_ce.head.spec import Spec
 from megatron_fused_ce.head.tokens import Tokens
 from megatron_fused_ce.kernels.records import Merged
-from megatron_fused_ce.logits import LogitsGrad, Scores, Targets
+from megatron_fused_ce.logits import LogitsGrad, SavedChunk, Scores, Targets
 from megatron_fused_ce.losses.statistics import Upstream
 from megatron_fused_ce.planner.chunks import Chunk
 from megatron_fused_ce.ranks.collectives import DONE
@@ -88,15 +88,6 @@ Gradients = tuple[Tensor | None, Tensor | None]
 Merge = Callable[[], Merged]
 #: A chunk whose merge is under way: the chunk, X, its targets, P, the shard's statistics, the merge.
 _UnderWay = tuple[Chunk, Tensor, Targets, Tensor | None, Scores, Merge]
-
-
-class SavedChunk(NamedTuple):
-    """Tensors of a chunk that its backward reads: P with labels and terms, or E with its row scale."""
-
-    labels: Tensor | None  # [C] int64; None beside a row scale
-    matrix: Tensor | None  # [C, V], P or E; None if the backward makes it again, or Saved.matrix holds it
-    row_scale: Tensor | None  # [C] fp32: E times this is G for an upstream gradient of 1
-    terms: Tensor | None  # [4, C] fp32 or more rows: the merged statistics (Outputs.saved)
 
 
 class Saved(NamedTuple):
@@ -253,7 +244,8 @@ class _InForward:
         row_scale = logits.finalize(p, chunk_targets, scores, merged)
         with phase("grad-logits"):
             out = self.out.slot(chunk.index, chunk)
-            grad = logits.grad_from_saved(p, row_scale, chunk_targets, terms, upstream, out)
+            kept = SavedChunk(None, p, row_scale, terms)
+            grad = logits.grad_from_saved(kept, chunk_targets, upstream, out)
         _differentiate(self.spec, chunk, x, grad, self.hidden_states, self.grad_hidden, self.grad_weight)
         return SavedChunk(chunk_targets.labels, None, None, terms)
 
@@ -307,10 +299,10 @@ def backward(
         chunk_upstream = upstream.map(split)
         with phase("grad-logits"):
             if chunk.index < num_stored:
-                p = kept.matrix if matrix is None else tokens.of_all(matrix, chunk)
+                if matrix is not None:
+                    kept = kept._replace(matrix=tokens.of_all(matrix, chunk))
                 room = None if logits.saves_e else out.slot(0, chunk)
-                assert p is not None
-                grad = logits.grad_from_saved(p, kept.row_scale, targets, kept.terms, chunk_upstream, room)
+                grad = logits.grad_from_saved(kept, targets, chunk_upstream, room)
             else:
                 assert x is not None and kept.terms is not None
                 p, room = ring.slot(0, chunk), out.slot(0, chunk)
@@ -421,7 +413,7 @@ def _bound(spec: Spec, tokens: Tokens, saved: Saved, upstream: Upstream) -> Tens
     bound = torch.ones_like(upstream.loss)
     for chunk, kept in zip(tokens.chunks, saved.chunks, strict=True):
         chunk_targets = saved.targets.of_chunk(chunk, partial(tokens.split, chunk=chunk))
-        found = spec.logits.bound_of(kept.terms, kept.row_scale, chunk_targets)
+        found = spec.logits.bound_of(kept, chunk_targets)
         if found is not None:
             bound[:, chunk.start : chunk.stop] = found.view(len(bound), -1)
     return bound

@@ -142,23 +142,34 @@ def _make(call: Call, history: GroupHistory) -> Spec:
     """Check a call, compare it over the ranks if they must, and make its spec."""
     reduces = call.reduce_grad_hidden
     comm = VocabParallel.of(call.tp_group, call.sequence_parallel, call.config.merge, reduces)
-    local = _LocalView.of(call, comm, history)
-    compares = comm.group is not None and history.compares(local.head, call.config.debug_checks)
+    key = _head_of(call)
+    compares = comm.group is not None and history.compares(key, call.config.debug_checks)
+    # What the ranks settled at an earlier call of this head, if they do not compare this one.
+    earlier = None if compares or comm.group is None else history.heads.get(key)
+    error: Exception | None = None
+    logits: LogitsBackend | None = None
+    try:
+        check_arguments(call, comm)
+        facts, here = _found_here(call) if earlier is None else (earlier.facts, "")
+        if facts["without_scaled_exp"] and earlier is not None:
+            here = choose.NOT_ON_EVERY_RANK
+        logits, why_not = _choose(call, here)
+    except (TypeError, ValueError, ImportError) as wrong:
+        error, facts = wrong, _NO_FACTS
     if compares:
-        settled = compared(call, comm, local.error, local.facts)
-    elif local.error is not None:
-        raise local.error
+        settled = compared(call, comm, error, facts)
+    elif error is not None:
+        raise error
     else:
-        settled = local.settled or Settled(local.facts, (call.weight.shape[0],))
+        settled = earlier or Settled(facts, (call.weight.shape[0],))
         if comm.size == 1:
             check_true_vocab_size(call.config.true_vocab_size, call.weight.shape[0])
     others, vocab_start = call.other_targets, _vocab_start(call, comm, settled)
     others.check_shards(call, vocab_start, comm, compares)
     if compares:
-        history.remember(local.head, settled)
-    assert local.choice is not None
-    logits, why_not = local.choice
-    if settled.facts["without_scaled_exp"] and not local.facts["without_scaled_exp"]:
+        history.remember(key, settled)
+    assert logits is not None
+    if settled.facts["without_scaled_exp"] and not facts["without_scaled_exp"]:
         logits, why_not = _choose(call, choose.NOT_ON_EVERY_RANK)
     # The shard sizes of all ranks identify a head: another one may have as many rows on this rank.
     head = HeadOfGroup(call.head, settled.shard_sizes, call.weight.shape[1])
@@ -185,7 +196,7 @@ def _make(call: Call, history: GroupHistory) -> Spec:
         num_stored=plan.stored_chunks if needs_grad else 0,
         in_forward=plan.in_forward and needs_grad,
         wgrad_at_once=plan.wgrad_at_once and grad_weight,
-        keeps_last=plan.saves_last_hidden and (grad_weight or remakes),
+        keeps_last=not plan.inputs.promise_broken and (grad_weight or remakes),
         remakes=remakes,
         head=head,
         history=history,
@@ -232,45 +243,20 @@ def _at_temperature(call: Call) -> tuple[float, float | None]:
     return scale / call.temperature, None if cap is None else cap / call.temperature
 
 
-class _LocalView(NamedTuple):
-    """What a rank finds about a call before it hears of the others."""
-
-    error: Exception | None = None
-    head: Hashable | None = None
-    #: what the ranks settled at an earlier call of this head, if they do not compare this one
-    settled: Settled | None = None
-    #: the logits backend, and why it is not ``scaled_exp``
-    choice: tuple[LogitsBackend, str] | None = None
-    #: numbers that depend on this rank's machine and memory, named as in :data:`_NO_FACTS`
-    facts: dict[str, int] = {}  # noqa: RUF012 (never written to)
-
-    @staticmethod
-    def of(call: Call, comm: VocabParallel, history: GroupHistory) -> _LocalView:
-        """Check the call, and choose a backend."""
-        config, weight, head = call.config, call.weight, None
-        try:
-            head = _head_of(call)
-            check_arguments(call, comm)
-            settled = None
-            if comm.group is not None and not history.compares(head, config.debug_checks):
-                settled = history.heads.get(head)
-            if settled is not None:
-                without = settled.facts["without_scaled_exp"]
-                choice = _choose(call, choose.NOT_ON_EVERY_RANK if without else "")
-                return _LocalView(None, head, settled, choice, settled.facts)
-            here = choose.why_not_here(config, call.hidden, weight)
-            here = here or call.other_targets.why_not_here(config)
-            choice = _choose(call, here)
-        except (TypeError, ValueError, ImportError) as error:
-            return _LocalView(error, head, facts=_NO_FACTS)
-        accumulator = getattr(call.open_grad_weight, "kind", "returned") if weight.requires_grad else "none"
-        facts = {
-            "device": _DEVICES.index(device_in_plans(call.hidden.device)),
-            # An index, the cheapest first. "none" is so on all ranks or on no rank.
-            "wgrad_accumulator": memory.WGRAD_ACCUMULATORS.index(accumulator),
-            "without_scaled_exp": int(bool(here)),
-        }
-        return _LocalView(None, head, None, choice, facts)
+def _found_here(call: Call) -> tuple[dict[str, int], str]:
+    """Numbers that depend on this rank's machine and memory, named as in :data:`_NO_FACTS`; and why the
+    scaled-exp GEMM cannot serve here, empty if it can."""
+    here = choose.why_not_here(call.config, call.hidden, call.weight)
+    here = here or call.other_targets.why_not_here(call.config)
+    trained = call.weight.requires_grad
+    accumulator = getattr(call.open_grad_weight, "kind", "returned") if trained else "none"
+    facts = {
+        "device": _DEVICES.index(device_in_plans(call.hidden.device)),
+        # An index, the cheapest first. "none" is so on all ranks or on no rank.
+        "wgrad_accumulator": memory.WGRAD_ACCUMULATORS.index(accumulator),
+        "without_scaled_exp": int(bool(here)),
+    }
+    return facts, here
 
 
 def _head_of(call: Call) -> Hashable | None:

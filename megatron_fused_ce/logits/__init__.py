@@ -89,6 +89,15 @@ class Scores(NamedTuple):
     beside: tuple[Tensor, ...] = ()
 
 
+class SavedChunk(NamedTuple):
+    """Tensors of a chunk that its backward reads: P with labels and terms, or E with its row scale."""
+
+    labels: Tensor | None  # [C] int64; None beside a row scale
+    matrix: Tensor | None  # [C, V], P or E; None if the backward makes it again, or Saved.matrix holds it
+    row_scale: Tensor | None  # [C] fp32: E times this is G for an upstream gradient of 1
+    terms: Tensor | None  # [4, C] fp32 or more rows: the merged statistics (Outputs.saved)
+
+
 class LogitsGrad(NamedTuple):
     """``(row_scale * upstream)[:, None] * matrix``; fp32 ``[C]``, both None for 1.
 
@@ -169,12 +178,10 @@ class LogitsBackend:
 
     def grad_from_saved(
         self,
-        matrix: Tensor,
-        row_scale: Tensor | None,
+        saved: SavedChunk,  # with its matrix; labels are those of ``targets``
         targets: Targets,
-        terms: Tensor | None,  # of Outputs.saved; None where there is a row scale
         upstream: Upstream,  # [C] fp32 each: upstream gradients times logit_scale
-        out: Tensor | None,  # [C, V]; may be ``matrix``; None for E
+        out: Tensor | None,  # [C, V]; may be the matrix; None for E
     ) -> LogitsGrad:
         """Gradients of the logits from a matrix that was finalized."""
         raise NotImplementedError
@@ -194,10 +201,10 @@ class LogitsBackend:
         """
         raise NotImplementedError
 
-    def bound_of(self, terms: Tensor | None, row_scale: Tensor | None, targets: Targets) -> Tensor | None:
+    def bound_of(self, saved: SavedChunk, targets: Targets) -> Tensor | None:
         """What a row's gradient may reach for an upstream gradient of 1, fp32 ``[C]``, for fp16; from saved
         terms or a saved row scale. None for 1."""
-        return None if terms is None else self.outputs.bound_of(self.outputs.rows_of(terms))
+        return None if saved.terms is None else self.outputs.bound_of(self.outputs.rows_of(saved.terms))
 
     def bound_ahead(self, others: OrderedTargets | None) -> Tensor | float | None:
         """The same for ``grad_in_forward``, before there are logits: ``[parts, n]``, or one for all."""

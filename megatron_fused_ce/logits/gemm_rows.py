@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_fused_ce.cli import versions
-from megatron_fused_ce.logits import LogitsBackend, LogitsGrad, Scores, Targets, rows_torch
+from megatron_fused_ce.logits import LogitsBackend, LogitsGrad, SavedChunk, Scores, Targets, rows_torch
 from megatron_fused_ce.losses import statistics
 from megatron_fused_ce.losses.statistics import Upstream
 from megatron_fused_ce.ranks.phases import phase
@@ -41,15 +41,9 @@ class GemmThenRows(LogitsBackend):
             return Scores(stats)
 
     def grad_from_saved(
-        self,
-        matrix: Tensor,
-        row_scale: Tensor | None,
-        targets: Targets,
-        terms: Tensor | None,
-        upstream: Upstream,
-        out: Tensor | None,
+        self, saved: SavedChunk, targets: Targets, upstream: Upstream, out: Tensor | None
     ) -> LogitsGrad:
-        return row_gradients(self.rows, self, matrix, targets, terms, upstream, out)
+        return row_gradients(self.rows, self, saved, targets, upstream, out)
 
     def grad_recomputed(
         self,
@@ -62,23 +56,22 @@ class GemmThenRows(LogitsBackend):
         out: Tensor,
     ) -> LogitsGrad:
         write_logits(hidden, weight, logits)
-        return self.grad_from_saved(logits, None, targets, terms, upstream, out)
+        return self.grad_from_saved(SavedChunk(None, logits, None, terms), targets, upstream, out)
 
 
 def row_gradients(
     rows: ModuleType,  # kernels.row_kernels or rows_torch
     of: LogitsBackend,
-    logits: Tensor,  # [C, V]
+    saved: SavedChunk,  # its logits
     targets: Targets,
-    terms: Tensor | None,
     upstream: Upstream,
-    out: Tensor | None,  # [C, V]; may be ``logits``
+    out: Tensor | None,  # [C, V]; may be the logits
 ) -> LogitsGrad:
     """Gradients of the logits by the row kernels."""
-    assert out is not None and terms is not None
-    coefficients = of.outputs.grad_coefficients(terms, upstream)
+    assert out is not None and saved.terms is not None
+    coefficients = of.outputs.grad_coefficients(saved.terms, upstream)
     rows.row_gradients(
-        logits, targets.labels, coefficients, of.logit_scale, out, of.outputs, targets.inv_temperature
+        saved.matrix, targets.labels, coefficients, of.logit_scale, out, of.outputs, targets.inv_temperature
     )
     return LogitsGrad(out)
 

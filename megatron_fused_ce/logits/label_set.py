@@ -24,7 +24,15 @@ import torch
 from torch import Tensor
 
 from megatron_fused_ce.kernels.records import NOT_HERE, Merged
-from megatron_fused_ce.logits import LogitsGrad, OrderedTargets, Scores, Selection, Targets, rows_torch
+from megatron_fused_ce.logits import (
+    LogitsGrad,
+    OrderedTargets,
+    SavedChunk,
+    Scores,
+    Selection,
+    Targets,
+    rows_torch,
+)
 from megatron_fused_ce.logits.gemm_rows import GemmThenRows, write_logits
 from megatron_fused_ce.losses.statistics import EMPTY, NO_COLUMN, Upstream
 from megatron_fused_ce.losses.terms import Rows
@@ -89,9 +97,9 @@ class LabelSetRows(GemmThenRows):
         rows = Rows(merged, None, self.outputs.num_classes, _of(targets).shares, scores.stats)
         return merged, self.outputs.values(rows)
 
-    def bound_of(self, terms: Tensor | None, row_scale: Tensor | None, targets: Targets) -> Tensor | None:
-        assert terms is not None
-        return self.outputs.bound_of(self.outputs.rows_of(terms, _of(targets).shares))
+    def bound_of(self, saved: SavedChunk, targets: Targets) -> Tensor | None:
+        assert saved.terms is not None
+        return self.outputs.bound_of(self.outputs.rows_of(saved.terms, _of(targets).shares))
 
     def bound_ahead(self, others: OrderedTargets | None) -> Tensor | None:
         """The sum of a teacher's shares: no gradient of its labels is larger."""
@@ -112,21 +120,16 @@ class LabelSetRows(GemmThenRows):
             s.mul_(targets.inv_temperature.unsqueeze(1))
         s = torch.where(columns >= 0, s.clamp_(min=LOWEST_FINITE), -torch.inf)
         if self.comm is not None:
-            self.comm.take_largest_(s)
+            self.comm.over_shards_(s, largest=True)
         best = columns.gather(1, s.argmax(1, keepdim=True)).squeeze(1)
         empty = (columns == EMPTY) | (s == LOWEST_FINITE)
         return best, torch.where(empty, -torch.inf, s.masked_fill_(s == -torch.inf, NOT_HERE)).t()
 
     def grad_from_saved(
-        self,
-        matrix: Tensor,
-        row_scale: Tensor | None,
-        targets: Targets,
-        terms: Tensor | None,
-        upstream: Upstream,
-        out: Tensor | None,
+        self, saved: SavedChunk, targets: Targets, upstream: Upstream, out: Tensor | None
     ) -> LogitsGrad:
-        assert terms is not None and out is not None
+        matrix, terms = saved.matrix, saved.terms
+        assert matrix is not None and terms is not None and out is not None
         form, given = self.outputs, _of(targets).columns.t().contiguous()  # [C, K]
         of_rows = form.rows_of(terms, _of(targets).shares)
         pull, factor = form.pull(of_rows, upstream)

@@ -18,7 +18,7 @@ from megatron_fused_ce.kernels.records import (
     TileStatistics,
 )
 from megatron_fused_ce.kernels.sizes import SAMPLED_ROWS
-from megatron_fused_ce.logits import LogitsBackend, LogitsGrad, OrderedTargets, Scores, Targets
+from megatron_fused_ce.logits import LogitsBackend, LogitsGrad, OrderedTargets, SavedChunk, Scores, Targets
 from megatron_fused_ce.logits.gemm_rows import row_gradients
 from megatron_fused_ce.losses.statistics import Upstream
 from megatron_fused_ce.ranks.collectives import Work
@@ -105,18 +105,12 @@ class ScaledExp(LogitsBackend):
             )
 
     def grad_from_saved(
-        self,
-        matrix: Tensor,
-        row_scale: Tensor | None,
-        targets: Targets,
-        terms: Tensor | None,
-        upstream: Upstream,
-        out: Tensor | None,
+        self, saved: SavedChunk, targets: Targets, upstream: Upstream, out: Tensor | None
     ) -> LogitsGrad:
         if self.saves_logits:
-            return row_gradients(row_kernels, self, matrix, targets, terms, upstream, out)
-        assert row_scale is not None
-        return LogitsGrad(matrix, row_scale, upstream.loss)
+            return row_gradients(row_kernels, self, saved, targets, upstream, out)
+        assert saved.matrix is not None and saved.row_scale is not None
+        return LogitsGrad(saved.matrix, saved.row_scale, upstream.loss)
 
     def grad_recomputed(
         self,

@@ -1,11 +1,8 @@
-"""Conclusions of a plan: which moment is the peak, what the flag saves, how long a sequence fits."""
+"""Conclusions of a plan: which way of computing the loss fits, and what the flag saves."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, replace
 
 from megatron_fused_ce.config import STRATEGY_CHOICES
 from megatron_fused_ce.plan.heads import STOCK_PATHS, HeadMemory, plugin_head, stock_head
@@ -13,10 +10,6 @@ from megatron_fused_ce.plan.peaks import Estimate, estimate
 from megatron_fused_ce.plan.setting import Setting
 from megatron_fused_ce.planner.memory import MIB
 
-#: Sequences are searched in multiples of this many tokens and of the ranks that divide them, up to
-#: :data:`LONGEST`.
-LENGTH_STEP = 1024
-LONGEST = 2**24
 #: A step that leaves less than this part of its largest tensor free is tight: torch's allocator may find no
 #: block for it. Of two runs on an H200, one with 0.21 of it free ran out of memory in its second step,
 #: one with 0.37 trained (2026-11-21-h200-longest-sequence.json, 2026-11-21-h200-tp4-pretrain-reach.json).
@@ -25,9 +18,6 @@ TIGHT = 0.3
 WORTH = 0.05
 #: Bytes that are none: what two figures in GiB do not show.
 NOTHING = 2**30 // 200
-#: Steps of length behind the first one that does not fit which are looked at as well: with other chunks a
-#: longer sequence may need less.
-STEPS_BEHIND = 32
 
 
 @dataclass(frozen=True)
@@ -52,12 +42,6 @@ class Way:
     estimate: Estimate
     #: "fits", "tight", "does not fit", "over budget" where the launch would refuse its budget
     verdict: str
-    _find_longest: Callable[[], int] = field(repr=False, compare=False)
-
-    @cached_property
-    def longest(self) -> int:
-        """Tokens of the longest sequence that fits, all else equal; 0 if none does."""
-        return self._find_longest()
 
     @property
     def head(self) -> HeadMemory:
@@ -110,7 +94,7 @@ def advise(setting: Setting, gpu: Gpu, baseline: str = "unfused") -> Advice:
     Raises:
         ValueError: the strategy that the launch asks for does not fit the launch's budget.
     """
-    stock = {name: _way(setting, gpu, partial(stock_head, name=name)) for name in STOCK_PATHS}
+    stock = {name: _way(setting, gpu, stock_head(setting, name)) for name in STOCK_PATHS}
     ours = {strategy: _plugin_way(setting, gpu, strategy) for strategy in STRATEGY_CHOICES}
     asked = ours[setting.training.fused_ce.strategy]
     if asked.head.over_budget:
@@ -132,13 +116,12 @@ def advise(setting: Setting, gpu: Gpu, baseline: str = "unfused") -> Advice:
 
 def _plugin_way(setting: Setting, gpu: Gpu, strategy: str, memory_mb: int | None = None) -> Way:
     exp = gpu.exp_serves
-    make = partial(plugin_head, device=gpu.device, strategy=strategy, exp_serves=exp, memory_mb=memory_mb)
-    return _way(setting, gpu, make)
+    return _way(setting, gpu, plugin_head(setting, gpu.device, strategy, exp_serves=exp, memory_mb=memory_mb))
 
 
-def _way(setting: Setting, gpu: Gpu, make: Callable[[Setting], HeadMemory]) -> Way:
-    found = estimate(setting, make(setting))
-    return Way(found, verdict(found, gpu), lambda: longest(setting, gpu, make))
+def _way(setting: Setting, gpu: Gpu, head: HeadMemory) -> Way:
+    found = estimate(setting, head)
+    return Way(found, verdict(found, gpu))
 
 
 def verdict(found: Estimate, gpu: Gpu) -> str:
@@ -149,26 +132,3 @@ def verdict(found: Estimate, gpu: Gpu) -> str:
     if free < 0:
         return "does not fit"
     return "tight" if found.bound.name == "head" and free < TIGHT * found.head.largest else "fits"
-
-
-def longest(setting: Setting, gpu: Gpu, make: Callable[[Setting], HeadMemory]) -> int:
-    """Tokens of the longest sequence that fits and is not tight, by bisection; at least the given ones if
-    they do."""
-    parallel, asked = setting.parallel, setting.training.sequence
-    step = math.lcm(LENGTH_STEP, 2 * parallel.context * parallel.sequence_parts)
-
-    def fits(tokens: int) -> bool:
-        changed = replace(setting, training=replace(setting.training, sequence=tokens))
-        return verdict(estimate(changed, make(changed)), gpu) == "fits"
-
-    # By doubling, then by bisection.
-    below, above = 0, 1
-    while above <= LONGEST // step and fits(above * step):
-        below, above = above, 2 * above
-    above = min(above, LONGEST // step + 1)
-    while above - below > 1:
-        middle = (below + above) // 2
-        below, above = (middle, above) if fits(middle * step) else (below, middle)
-    behind = range(above, min(above + STEPS_BEHIND, LONGEST // step) + 1)
-    found = max((steps for steps in behind if fits(steps * step)), default=below) * step
-    return max(found, asked) if fits(asked) else found

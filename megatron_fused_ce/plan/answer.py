@@ -12,10 +12,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megatron_fused_ce.adapter.arguments import FLAG
-from megatron_fused_ce.plan.advice import LENGTH_STEP, LONGEST, TIGHT, Advice, Way
+from megatron_fused_ce.plan.advice import TIGHT, Advice, Way
 from megatron_fused_ce.plan.closed_world import UNKNOWN, Judged
 from megatron_fused_ce.plan.launch_script import TrainingLaunch
-from megatron_fused_ce.plan.peaks import MOMENTS
 from megatron_fused_ce.plan.setting import Setting
 from megatron_fused_ce.plan.static import parameters
 from megatron_fused_ce.planner.memory import MIB
@@ -43,31 +42,26 @@ SENTENCES = {
     "{part:.0%} of it; a run on an H200 with 21% ran out of memory, one with 37% trained.",
     "budget": "No plan takes {budget} MiB or less (--fused-ce-memory-mb): the launch takes the smallest, "
     "{least} MiB.",
-    "hint": "Another layout is tried by naming it: --tensor-model-parallel-size 4, say, {beside}.",
     "measured": "Megatron measured {measured} GiB, the largest rank's, where {planned} are planned: all "
     "figures are moved by the difference.",
-    "measured alone": "Megatron measured a peak of {measured} GiB, the largest rank's.",
-    "measured before": "The run in the log, without these changes, peaked at {measured} GiB (Megatron's max "
-    "allocated, the largest rank's).",
+    "measured alone": "The run in the log peaked at {measured} GiB (Megatron's max allocated, the largest "
+    "rank's).",
     # With --explain.
-    "places": "Memory is highest {before} without the flag, {after} with it.",
-    "times": "On an H200 this head took {flag} ms with the flag, {now} without ({source}).",
     "how": "The flag would run as {words}.",
-    "longest": "Longest sequence that fits, all else as asked: {before} without the flag, {after} with it.",
     "batch": "{micro} sequences in a micro-batch; one rank's head: {tokens} tokens × {rows} of {vocab} "
     "vocabulary rows.",
-    "memory": "Of a GPU's {capacity} GiB {overhead} are set aside for driver and NCCL (--overhead).",
     "not measured": "Measured in no run or in one, derived from Megatron's code: {kinds}.",
 }
 #: Before the first sentence, where the log says so.
 DIED = "The run ended out of memory. "
-#: Megatron's own losses, for people.
-LOSSES = {"unfused": "Megatron, unfused", "native": "Megatron, native fusion", "te": "Transformer Engine"}
-#: ms of the output layer and its loss on an H200 at (T, H, V) of one rank, bf16, forward and backward, and of
-#: the flag's in the last place: 2026-11-21-h200-reach-llama3-8b.json.
-MEASURED_AT = (8192, 4096, 128256)
-MEASURED_MS = {"unfused": 54.2, "native": 48.1, "te": 40.7, "flag": 38.3}
-MEASURED_IN = "docs/benchmarks/2026-11-21.md"
+#: Megatron's own losses, for people. The last version whose pretrain_gpt.py takes Transformer Engine's is
+#: 0.18.0 (0.18.2's training/arguments.py refuses it; ModelParallelConfig, which Megatron-Bridge's recipes
+#: set, only warns).
+LOSSES = {
+    "unfused": "Megatron, unfused",
+    "native": "Megatron, native fusion",
+    "te": "Transformer Engine (to 0.18.0, or Bridge)",
+}
 #: Part of a measured peak by which a plan may be off, so that something is derived from it.
 OFF = 0.05
 
@@ -96,7 +90,6 @@ class Result:
     launch: TrainingLaunch | None = None
     has_flag: bool = False  # whether the launch has the flag already
     planned: int = 0  # bytes for the launch's own loss, before anything measured moved them
-    versions: tuple[str, ...] = ()  # Megatron's, of which it is one
 
     @property
     def now(self) -> Way:
@@ -131,13 +124,6 @@ class Result:
 
 def gib(num_bytes: float) -> str:
     return f"{num_bytes / GIB:.2f}"
-
-
-def tokens(longest: int) -> str:
-    """Of the search's end: there may be more."""
-    if longest > LONGEST - 2 * LENGTH_STEP:
-        return f"{longest} or more"
-    return str(longest or "none")
 
 
 def sentences(result: Result, explain: bool = False) -> list[Said]:
@@ -191,40 +177,24 @@ def _short(result: Result) -> Iterator[Said]:
         yield say("bounded", name=name, clause=clause)
     if result.measured and not result.doubts:
         yield say("measured", measured=gib(result.measured), planned=gib(result.planned))
-    elif result.measured and uncounted:
-        yield say("measured alone", measured=gib(result.measured))
-    elif launch and launch.measured_bytes and not launch.as_logged:
-        yield say("measured before", measured=gib(launch.measured_bytes))
+    elif launch and launch.measured_bytes and (uncounted or not launch.as_logged):
+        yield say("measured alone", measured=gib(launch.measured_bytes))
     for way in () if result.doubts or result.judged.no_effect else (advice.baseline, advice.recommended):
         if way.verdict == "tight":
             left, largest = gib(advice.gpu.usable - way.peak), gib(way.head.largest)
             yield say("tight", part=TIGHT, sum=gib(way.peak), left=left, largest=largest)
-    if result.decision == "does not fit":
-        yield say("hint", beside="beside the launch" if launch else "beside the model")
     head = advice.recommended.head
     if head.missed_budget:
         yield say("budget", budget=head.missed_budget, least=-(-head.predicted // MIB))
 
 
 def _why(result: Result) -> Iterator[Said]:
-    setting, training, gpu = result.setting, result.setting.training, result.advice.gpu
-    before, after, effect = result.advice.baseline, result.advice.recommended, not result.judged.no_effect
-    if effect and not result.doubts:
-        before_at, after_at = (MOMENTS[way.estimate.bound.name] for way in (before, after))
-        yield say("places", before=before_at, after=after_at)
-        if before.longest or after.longest:
-            yield say("longest", before=tokens(before.longest), after=tokens(after.longest))
-    if effect:
-        yield say("how", words=after.head.words)
-    shape = (setting.num_tokens, setting.model.hidden_size, setting.vocab_rows)
-    here = shape == MEASURED_AT and setting.parallel.tensor == 1 and training.dtype == "bfloat16"
-    if effect and here and gpu.exp_serves and before.head.name in MEASURED_MS:
-        times = {"flag": MEASURED_MS["flag"], "now": MEASURED_MS[before.head.name]}
-        yield say("times", source=MEASURED_IN, **times)
+    setting = result.setting
+    if not result.judged.no_effect:
+        yield say("how", words=result.advice.recommended.head.words)
     yield say(
-        "batch", micro=training.micro_batch, tokens=setting.num_tokens, rows=setting.vocab_rows,
+        "batch", micro=setting.training.micro_batch, tokens=setting.num_tokens, rows=setting.vocab_rows,
         vocab=setting.padded_vocab_size,
     )  # fmt: skip
-    yield say("memory", capacity=gib(gpu.capacity), overhead=gib(gpu.overhead))
     if kinds := setting.not_measured:
         yield say("not measured", kinds=", ".join(kinds))

@@ -66,14 +66,8 @@ CONDITIONS: dict[str, Callable[[Any], bool]] = {
         (given.num_layers_per_virtual_pipeline_stage or given.num_virtual_stages_per_pipeline_rank) is None
     ),
 }
-#: Arguments that a log of their version may lack: ModelOpt's, and one that Megatron deletes.
-_MAY_LACK = re.compile(
-    "export_|finetune_|modelopt|teacher_|qad_|freeze_base|enable_gpt_oss|cuda_graph_scope_dep"
-)
-#: A log with as many others is a fork's.
-MOST_MISSED = 10
-#: What is said of an argument, and names on a line before the last one.
-UNKNOWN, MOST_NAMES = " may change memory and is not counted", 2
+#: What is said of an argument.
+UNKNOWN = " may change memory and is not counted"
 #: Tokens that a rank's experts may be sent, over what an even spread would send.
 MOST_LOAD = 2
 #: Bytes a parameter that a resumed run may keep of the moments that it loaded.
@@ -119,18 +113,9 @@ class Judged:
 
     @property
     def clauses(self) -> list[str]:
-        """Of what is not counted, short enough for one line: names of a kind together, of many the first."""
-        plain = [name for name, clause in self.uncounted.items() if clause == name + UNKNOWN]
-        clauses = [clause for name, clause in self.uncounted.items() if name not in plain]
-        if len(clauses) > 1:
-            clauses = [f"{clauses[0]}, and {len(clauses) - 1} more"]
-        if len(plain) < 2:
-            return [*clauses, *(name + UNKNOWN for name in plain)]
-        *names, last = plain
-        if len(names) > MOST_NAMES:
-            last = f"{len(plain) - MOST_NAMES} more"
-        told = f"{', '.join(names[:MOST_NAMES])} and {last}"
-        return [*clauses, told + UNKNOWN.replace(" is ", " are ")]
+        """Of what is not counted, in one line: the first, and how many more (a plan lists all below)."""
+        clauses = list(self.uncounted.values())
+        return [f"{clauses[0]}, and {len(clauses) - 1} more"] if len(clauses) > 1 else clauses
 
 
 @cache
@@ -159,17 +144,6 @@ def arguments() -> dict[str, Argument]:
 @cache
 def _by_option() -> dict[str, Argument]:
     return {option: argument for argument in arguments().values() for option in argument.options}
-
-
-def versions_of(names: Collection[str]) -> tuple[str, ...]:
-    """The version whose arguments, of those that not every version has, a log's are closest to; else all."""
-    telling = [one for one in arguments().values() if "." in one.defaults and not _MAY_LACK.match(one.name)]
-    missed = {
-        version: sum((one.defaults[place] != ".") != (one.name in names) for one in telling)
-        for place, version in enumerate(versions())
-    }
-    least, other, *_ = sorted(missed, key=missed.__getitem__)
-    return (least,) if missed[least] < min(MOST_MISSED, missed[other]) else versions()
 
 
 def _plain(value: str) -> str:

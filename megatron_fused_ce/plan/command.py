@@ -143,7 +143,7 @@ def plan_of(words: Sequence[str]) -> Result:
     name = given.model or given.from_log or given.from_launch or "--"
     result = Result(
         "the launch" if _is_launch(str(name)) else Path(name).name, setting, advise(setting, gpu, baseline),
-        notes, judged, None, launch, given.fused_chunked_ce, versions=_versions(given, launch),
+        notes, judged, None, launch, given.fused_chunked_ce,
     )  # fmt: skip
     result = replace(result, planned=result.now.peak)
     if result.measured and abs(result.planned / result.measured - 1) <= OFF:
@@ -163,17 +163,6 @@ def _gpu(given: argparse.Namespace) -> Gpu:
     if not 0 <= given.overhead < capacity:
         raise ValueError(f"--overhead {given.overhead:g} leaves nothing of {capacity:g} GiB")
     return Gpu(name, device, round(capacity * GIB), hopper, round(given.overhead * GIB))
-
-
-def _versions(given: argparse.Namespace, launch: TrainingLaunch | None) -> tuple[str, ...]:
-    """Of Megatron: a log's, by its arguments, or that of the checkout that a script lies in; else all."""
-    if launch and launch.logged is not None:
-        return closed_world.versions_of(launch.logged)
-    for folder in Path(given.from_launch or "").resolve().parents:
-        info = folder / "megatron" / "core" / "package_info.py"
-        if launch and not _is_launch(given.from_launch) and info.is_file():
-            return (".".join(re.findall(r"^(?:M|PATCH)\w* = (\d+)", info.read_text(), re.MULTILINE)),)
-    return closed_world.versions()
 
 
 # --- what is planned -------------------------------------------------------------------------

@@ -127,8 +127,8 @@ def _layer_frequency(text: str) -> int | list[int]:
 #: What describes layers, stages and batches, of which a head knows nothing.
 _OF_LAYERS = (
     *("group_query_attention", "multi_latent_attention", "num_experts", "hybrid_layer_pattern", "spec"),
-    *("hybrid_attention_ratio", "hybrid_mlp_ratio", "num_layers_per_virtual_pipeline_stage"),
-    *("num_virtual_stages_per_pipeline_rank", "pipeline_model_parallel_layout", "recompute_modules"),
+    *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
+    *("pipeline_model_parallel_layout", "recompute_modules"),
     *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "global_batch_size"),
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
 )
@@ -155,9 +155,8 @@ def unsure(given: argparse.Namespace) -> dict[str, str]:
 
 
 def is_hybrid(given: argparse.Namespace, program: str) -> bool:
-    """Whether it trains a hybrid model: by program, pattern, or the ratios and specs of 0.15 and 0.16."""
-    told = given.hybrid_layer_pattern or given.hybrid_attention_ratio or given.hybrid_mlp_ratio
-    return bool(told or re.search("mamba|hybrid", f"{program} {given.spec}"))
+    """Whether it trains a hybrid model: by program, pattern or spec."""
+    return bool(given.hybrid_layer_pattern or re.search("mamba|hybrid", f"{program} {given.spec}"))
 
 
 def head_alone(given: argparse.Namespace) -> argparse.Namespace:
@@ -211,8 +210,7 @@ def _model(given: argparse.Namespace, hybrid: bool) -> DecoderSizes:
     if strange := set(pattern + "".join(predicted)) - set(_LETTERS):
         raise ValueError(f"the hybrid pattern has {''.join(sorted(strange))!r}; known are {_LETTERS}")
     if hybrid and not pattern:
-        ratios = given.hybrid_attention_ratio, given.hybrid_mlp_ratio
-        pattern = _pattern(_needed(given, "num_layers"), *ratios)
+        pattern = "M" * _needed(given, "num_layers")
     embedding, positions = given.position_embedding_type, 0
     rotary = embedding in ("rope", "yarn", "mrope") or given.use_rotary_position_embeddings
     if embedding == "learned_absolute" and not rotary and given.add_position_embedding and not pattern:
@@ -267,26 +265,6 @@ def _model(given: argparse.Namespace, hybrid: bool) -> DecoderSizes:
         mixture=mixture,
         state_space=state_space,
     )
-
-
-def _pattern(layers: int, attention: float, mlps: float) -> str:
-    """Letters of the layers that 0.15 and 0.16 make of two ratios (mamba_hybrid_layer_allocation.py).
-
-    Attention is spread evenly between sections of Mamba; then MLPs, evenly, over the Mamba layers.
-    """
-    letters = ["M"] * layers
-    for letter, count in (("*", round(layers * attention)), ("-", round(layers * mlps))):
-        free = [place for place in range(layers) if letters[place] == "M"]
-        # Sections of Mamba: one more than attention layers, as many as MLPs.
-        section = (len(free) - count) / (count + (letter == "*")) if count else layers + 1
-        left = section
-        for place in free:
-            if left < 0.5:
-                letters[place] = letter
-                left += section
-            else:
-                left -= 1
-    return "".join(letters)
 
 
 def _parallel(given: argparse.Namespace, model: DecoderSizes, gpus: int | None) -> Parallel:

@@ -25,13 +25,6 @@ from megatron_fused_ce.plan.heads import HeadMemory
 from megatron_fused_ce.plan.setting import Setting
 from megatron_fused_ce.plan.static import Stage
 
-#: The three moments, and how they are called.
-MOMENTS = {
-    "head": "in the output layer and its loss",
-    "layers": "in a layer's backward",
-    "step": "in the optimizer's step",
-}
-
 
 @dataclass(frozen=True)
 class Moment:

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from megatron_fused_ce.adapter.arguments import FLAG
 from megatron_fused_ce.plan.advice import Way
-from megatron_fused_ce.plan.answer import LOSSES, Result, gib, sentences, tokens
-from megatron_fused_ce.plan.setting import Setting
-from megatron_fused_ce.plan.static import parameters, stages, static
+from megatron_fused_ce.plan.answer import LOSSES, Result, gib, sentences
+from megatron_fused_ce.plan.static import parameters
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 #: Columns that nothing printed exceeds.
 WIDTH, TEXT_WIDTH = 100, 80
-#: The moments of a step (peaks.MOMENTS), in short.
+#: The moments of a step (:mod:`.peaks`), for people.
 PLACES = {"head": "the loss", "layers": "a layer", "step": "the optimizer"}
-#: The last version whose pretrain_gpt.py takes Transformer Engine's loss (0.18.2's training/arguments.py
-#: refuses it; ModelParallelConfig, which Megatron-Bridge's recipes set, only warns).
-LAST_WITH_TE = "0.18.0"
 #: What a verdict is called in a table.
 VERDICTS = {"fits": "yes", "tight": "tight", "does not fit": "no", "over budget": "refused"}
 
@@ -30,8 +25,6 @@ VERDICTS = {"fits": "yes", "tight": "tight", "does not fit": "no", "over budget"
 def as_dictionary(result: Result) -> dict[str, Any]:
     """Everything that the tables show, in bytes and tokens."""
     setting, advice = result.setting, result.advice
-    held = [static(setting, stage) for stage in stages(setting)]
-    kinds = ("weights", "gradients", "optimizer", "step")
     return {
         "decision": result.decision,
         "doubts": result.doubts,
@@ -41,23 +34,15 @@ def as_dictionary(result: Result) -> dict[str, Any]:
         "measured": result.measured,
         "sentences": dict(sentences(result, explain=True)),
         "parameters": parameters(setting),
-        "tokens_of_a_micro_batch": setting.num_tokens,
-        "padded_vocab_size": setting.padded_vocab_size,
-        "vocab_rows_of_a_rank": setting.vocab_rows,
         "gpus": setting.parallel.gpus,
         "gpu": advice.gpu.name,
         "capacity": advice.gpu.capacity,
         "overhead": advice.gpu.overhead,
-        "stages": [
-            {"parameters": one.dense + one.experts, **{kind: getattr(one, kind) for kind in kinds}}
-            for one in held
-        ],
         "ways": {way.head.name: _way(way) for way in advice.ways},
         "baseline": advice.baseline.head.name,
         "recommended": _way(advice.recommended),
         "largest_head": advice.largest_head,
         "saved": advice.saved,
-        "saved_of_peak": advice.saved / advice.baseline.peak,
         "notes": result.notes,
         "not_measured": setting.not_measured,
     }
@@ -71,7 +56,6 @@ def _way(way: Way) -> dict[str, Any]:
         "peak": way.peak,
         "bound": way.estimate.bound.name,
         "verdict": way.verdict,
-        "longest_sequence": way.longest,
         "moments": {
             moment.name: {"stage": moment.stage, "total": moment.total, **moment.parts}
             for moment in way.estimate.moments
@@ -126,7 +110,6 @@ def _table(title: str, *columns: str) -> Table:
 def _tables(result: Result, explain: bool) -> Iterator[Table]:
     yield _ways_table(result, explain)
     if explain and not (result.doubts or result.judged.no_effect):
-        yield _static_table(result.setting)
         yield _moments_table("Without the flag", result.advice.baseline)
         yield _moments_table("With the flag", result.advice.recommended)
 
@@ -134,47 +117,18 @@ def _tables(result: Result, explain: bool) -> Iterator[Table]:
 def _ways_table(result: Result, explain: bool) -> Table:
     """Every way of computing the loss; of the flag's strategies the chosen one, all with ``explain``.
 
-    ``longest`` are tokens of a sequence. Without a verdict the head alone.
+    Without a verdict the head alone.
     """
-    columns = ("its memory", *(() if result.doubts else ("peak", "highest in", "fits", "longest")))
+    columns = ("its memory", *(() if result.doubts else ("peak", "highest in", "fits")))
     table = _table("Ways of computing the loss, GiB a GPU", "", *columns)
-    # Of 0.18 alone it is not known.
-    refuse = [version > LAST_WITH_TE for version in result.versions]
-    accept = [version < "0.18" or version == LAST_WITH_TE for version in result.versions]
     for way in result.advice.ways:
         asked = way.head.name == result.setting.training.fused_ce.strategy
         if not (way.head.stock or ((explain or asked) and not result.judged.no_effect)):
             continue
-        some = way.head.name == "te" and not (all(refuse) or all(accept))
-        until = f" (to {LAST_WITH_TE}, or Bridge)" if some else ""
-        name = called(way) + (" (now)" if way is result.now else until)
-        cells = [name, gib(way.head.peak)]
+        cells = [called(way) + (" (now)" if way is result.now else ""), gib(way.head.peak)]
         if not result.doubts:
-            fits = "refused" if way.head.name == "te" and all(refuse) else VERDICTS[way.verdict]
-            cells += [gib(way.peak), PLACES[way.estimate.bound.name], fits, tokens(way.longest)]
+            cells += [gib(way.peak), PLACES[way.estimate.bound.name], VERDICTS[way.verdict]]
         table.add_row(*cells)
-    return table
-
-
-def _static_table(setting: Setting) -> Table:
-    """Table of each stage's weights, gradients and optimizer, with bytes a parameter."""
-    training = setting.training
-    over = ["", ""]  # of dense parameters, of experts
-    if training.distributed_optimizer:
-        ranks = [setting.parallel.shards(experts) for experts in (False, True)]
-        over = [f" / {number}" if number > 1 else "" for number in ranks]
-        over[1] = f"; experts{over[1] or ' whole'}" if setting.model.mixture else ""
-    table = _table(
-        "Held all the time, GiB a GPU (bytes a parameter)",
-        *("stage", "parameters", f"weights ({setting.itemsize})", f"gradients ({training.gradient_bytes})"),
-        *(f"optimizer ({training.state_bytes:g}{''.join(over)})", "sum"),
-    )
-    all_stages = [static(setting, stage) for stage in stages(setting)]
-    for held, group in groupby(enumerate(all_stages), key=lambda pair: pair[1]):
-        first, *others = [str(index) for index, _ in group]
-        name = f"{first} to {others[-1]}" if others else first
-        cells = (held.weights, held.gradients, held.optimizer, held.total)
-        table.add_row(name, f"{(held.dense + held.experts) / 1e9:.3f} billion", *map(gib, cells))
     return table
 
 

@@ -96,11 +96,6 @@ class Plan:
         return self.inputs.num_parts * self.cut.longest
 
     @property
-    def saves_last_hidden(self) -> bool:
-        """Whether the forward may leave the last chunk's gathered hidden states to the backward."""
-        return not self.inputs.promise_broken
-
-    @property
     def waits_for_host(self) -> bool:
         """Whether the device idles while the host looks at the promise of ``grad_in_forward``."""
         return self.in_forward and shows_the_wait(self.inputs)

@@ -243,22 +243,15 @@ class VocabParallel:
             return _start(_reduce_scatter, out, partial, group=self.group)
         return _start(dist.all_reduce, partial, group=self.group)
 
-    def sum_over_shards(self, of_shard: Tensor) -> Tensor:
-        """Replace ``of_shard``, in place, by its sum over the ranks; the current stream waits for it.
+    def over_shards_(self, value: Tensor, largest: bool = False) -> Tensor:
+        """Replace ``value``, in place, by its sum, or the largest, over the ranks; the current stream waits.
 
-        Collectives: one SUM all-reduce (R > 1).
+        Collectives: one SUM or MAX all-reduce (R > 1), behind those of this head that were started before.
         """
         if self.size > 1:
-            _start(dist.all_reduce, of_shard, beside=self.beside, group=self.group).wait()
-        return of_shard
-
-    def take_largest_(self, value: Tensor) -> None:
-        """Replace ``value``, in place, by the largest over the ranks; the current stream waits for it.
-
-        Collectives: one MAX all-reduce (R > 1), behind those of this head that were started before.
-        """
-        if self.size > 1:
-            _start(dist.all_reduce, value, beside=self.beside, op=dist.ReduceOp.MAX, group=self.group).wait()
+            op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+            _start(dist.all_reduce, value, beside=self.beside, op=op, group=self.group).wait()
+        return value
 
     def delay_next_gemm(self, device: torch.device) -> None:
         """Hold the next GEMM back for some microseconds, until the collective just started has its SMs.

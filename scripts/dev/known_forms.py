@@ -1,4 +1,4 @@
-"""Write megatron_fused_ce/adapter/known_forms.py from Megatron's history, since 0.15.0, and from forks:
+"""Write megatron_fused_ce/adapter/known_forms.tsv from Megatron's history, since 0.15.0, and from forks:
 
 python -m scripts.dev.known_forms MEGATRON_GIT_DIR [CHECKOUT ...]
 
@@ -11,7 +11,6 @@ import ast
 import re
 import subprocess
 import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,7 +20,6 @@ OLDEST = "core_v0.15.0"
 #: Of these branches every commit counts, and every tag of a release or of a candidate.
 BRANCHES = r"main|dev|core_r0\.(1[5-9]|[2-9]\d)\.\d+|core_dev_r0\.\d+\.\d+"
 TAGS = r"core_v0\.(1[5-9]|[2-9]\d)\.\d+(rc\d+)?"
-OUT = Path(forms.__file__).with_name("known_forms.py")
 
 
 def git(folder: str, *args: str) -> str:
@@ -58,23 +56,12 @@ def write(folder: str, checkouts: list[str]) -> None:
                 if name in digests:
                     digests[name].add(forms.digest(node))
     at = git(folder, "log", "-1", "--format=%h", "main").strip()
-    lines = [
-        '"""Forms of the functions that the head stands in for: written by scripts/dev/known_forms.py',
-        f'from Megatron-LM\'s history, 0.15.0 to main at {at}, and a fork; not by hand."""',
-        "# fmt: off",
-        "",
-        "#: Module -> function that it defines -> digests of its forms.",
-        "FORMS = {",
-    ]
-    for module in sorted(module for module in known if any(known[module].values())):
-        lines.append(f'    "{module}": {{')
-        for name in sorted(filter(known[module].get, known[module])):  # not those that torch defines
-            made = " ".join(sorted(known[module][name]))
-            line = f'        "{name}": "{made}",'
-            wrapped = [f'        "{part} "' for part in textwrap.wrap(made, 85)]
-            lines += [line] if len(line) <= 110 else [f'        "{name}":', *wrapped[:-1], f"{wrapped[-1]},"]
-        lines.append("    },")
-    OUT.write_text("\n".join([*lines, "}", ""]))
+    what = "module; function that it defines; digests of its forms"
+    lines = [f"# Megatron-LM 0.15.0 to main at {at}, and a fork: {what}"]
+    for module, digests in sorted(known.items()):
+        for name in sorted(filter(digests.get, digests)):  # not those that torch defines
+            lines.append(f"{module}\t{name}\t{' '.join(sorted(digests[name]))}")
+    forms.FILE.write_text("\n".join([*lines, ""]))
 
 
 if __name__ == "__main__":

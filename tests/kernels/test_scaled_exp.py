@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_token_outputs
 from megatron_fused_ce.kernels import gemm_variants, scaled_exp, scaled_exp_rows, sizes
-from megatron_fused_ce.logits import Targets, choose
+from megatron_fused_ce.logits import SavedChunk, Targets, choose
 from megatron_fused_ce.logits.scaled_exp import ScaledExp
 from megatron_fused_ce.losses.statistics import Upstream, merge_shards
 from megatron_fused_ce.rl import token_log_probs
@@ -326,7 +326,8 @@ def test_shards_far_apart(gap, product, device):
     for index, shard in enumerate(shards):
         row_scale = passes.finalize(kept[index], chunks[index], scores[index], merged)
         units.append(row_scale)
-        grad = passes.grad_from_saved(kept[index], row_scale, chunks[index], terms, Upstream(factor), None)
+        saved = SavedChunk(None, kept[index], row_scale, terms)
+        grad = passes.grad_from_saved(saved, chunks[index], Upstream(factor), None)
         part = grad.matrix.double() * grad.row_scale.double()[:, None]
         assert torch.isfinite(grad.matrix.float()).all()
         columns = slice(index * (vocab // 2), (index + 1) * (vocab // 2))

@@ -326,7 +326,7 @@ def test_a_stand_in(rank: Rank, name, tmp_path):
 @on_ranks(*CORES)
 def test_a_newer_megatron(rank: Rank):
     """Megatron's own path, which says what to do; done, it is fused."""
-    from megatron_fused_ce.adapter import known_forms
+    from megatron_fused_ce.adapter import forms
 
     have_groups(rank.size)
     place = f"{LAYERS}:ColumnParallelLinear.forward"
@@ -335,7 +335,7 @@ def test_a_newer_megatron(rank: Rank):
     expected, seen, _ = run(rank, True)
     assert seen == (1, 0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.delitem(known_forms.FORMS[module], name)
+        patch.delitem(forms.FORMS, (module, name))
         on, seen, said = run(rank, True)
         assert seen == (0, 0)
         file = f"{module}.{name} ({sys.modules[module].__file__}), digest "

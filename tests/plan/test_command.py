@@ -120,22 +120,11 @@ def test_a_layout_of_the_stages(layout, stages, layers):
     plan_of([*shlex.split(TINY), *words])
 
 
-def test_hybrids_by_a_pattern_and_by_the_ratios_of_015_and_016():
-    """examples/mamba/train.sh, 8B: 4 attention layers and 28 MLPs of 56."""
+def test_hybrids_by_a_pattern_and_by_the_program():
     sizes = "--hidden-size 64 --num-attention-heads 4 --vocab-size 256 --seq-length 128 --mamba-head-dim 16"
     one = setting_of(shlex.split(f"--hybrid-layer-pattern M*|-M/*-/*- --pp 2 {sizes}"))
     assert (one.model.num_layers, one.model.pattern, one.model.mtp_num_layers) == (4, "M*-M", 2)
     assert (one.model.prediction_pattern, one.model.state_space.num_heads) == ("*-", 8)
-    words = (
-        "--num-layers 56 --hidden-size 4096 --num-attention-heads 32 --group-query-attention"
-        " --num-query-groups 8 --hybrid-attention-ratio 0.08 --hybrid-mlp-ratio 0.5 --seq-length 4096"
-        " --untie-embeddings-and-output-weights --normalization RMSNorm --disable-bias-linear --bf16"
-        " --position-embedding-type none --tensor-model-parallel-size 4 --sequence-parallel"
-        " --vocab-size 256000"
-    )
-    one = setting_of(["--from-launch", f"torchrun --nproc-per-node 8 pretrain_mamba.py {words}"])
-    assert one.model.pattern == "M-M-M--M-M*-M-M-M-M--M*-M-M-M-M-M*--M-M-M-M-M*-M--M-M-M-"
-    assert round(static.parameters(one) / 1e9, 2) == 8.65
     assert setting_of(["--from-launch", f"pretrain_mamba.py {TINY}"]).model.pattern == "MM"
 
 
@@ -443,30 +432,6 @@ def test_a_strategy_beyond_the_budget_says_so(capsys):
     # The launch itself would stop.
     with pytest.raises(ValueError, match=r"needs 2138 MiB .* the budget is 416 MiB"):
         plan_of([*words, "--fused-ce-strategy", "store"])
-
-
-@pytest.mark.parametrize(
-    ("version", "row"),
-    [
-        ("0.16.1", "Engine  "),
-        ("0.18.0", "Engine  "),
-        ("0.18.2", "refused"),
-        ("0.19.0", "refused"),
-        ("", "(to 0.18.0, or Bridge)"),
-    ],
-)
-def test_transformer_engines_loss_is_refused_after_0180(version, row, tmp_path, capsys):
-    """As a log's arguments say, or the checkout that a script lies in; where neither says, both are."""
-    script = tmp_path / "examples" / "train.sh"
-    script.parent.mkdir()
-    script.write_text(f"torchrun --nproc-per-node 2 pretrain_gpt.py {TINY} --bf16\n")
-    if version:
-        info = tmp_path / "megatron" / "core" / "package_info.py"
-        info.parent.mkdir(parents=True)
-        info.write_text("MAJOR = 0\nMINOR = {1}\nPATCH = {2}\n".format(*version.split(".")))
-    assert command.main(["--from-launch", str(script)]) == 0
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if "Transformer Engine" in line)
-    assert row in line and ("refused" in line) == (version > "0.18.0")
 
 
 @pytest.mark.parametrize(

@@ -429,25 +429,6 @@ def test_the_order_of_the_ways_and_recompute_keeps_no_more(sizes):
     assert full.parts["activations"] <= none.parts["activations"]
 
 
-@settings(max_examples=20, deadline=None)
-@given(_SIZES, st.integers(2, 40))
-def test_the_longest_sequence_fits_and_the_next_does_not(sizes, mib):
-    one = _drawn(sizes)
-    gpu = replace(H100, capacity=native(one).moment("step").total + mib * MIB)
-
-    def make(changed: Setting) -> heads.HeadMemory:
-        return heads.stock_head(changed, "native")
-
-    def at(tokens: int) -> str:
-        changed = replace(one, training=replace(one.training, sequence=tokens))
-        return advice.verdict(estimate(changed, make(changed)), gpu)
-
-    longest = advice.longest(one, gpu, make)
-    assert longest % 1024 == 0 or longest == sizes["sequence"]
-    assert longest == 0 or at(longest) == "fits"
-    assert at(longest - longest % 1024 + 1024) != "fits"
-
-
 # --- advice ----------------------------------------------------------------------------------
 
 

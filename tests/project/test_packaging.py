@@ -32,7 +32,11 @@ LEFT_OUT = {f"megatron_fused_ce/scripts/bench/{name}.py" for name in ("commits",
 #: Tells type checkers that the package has types.
 MARKER = "megatron_fused_ce/py.typed"
 #: What `plan` reads.
-DATA = ("megatron_fused_ce/plan/arguments.tsv", "megatron_fused_ce/plan/models.tsv")
+DATA = (
+    "megatron_fused_ce/adapter/known_forms.tsv",
+    "megatron_fused_ce/plan/arguments.tsv",
+    "megatron_fused_ce/plan/models.tsv",
+)
 BUILD = "import sys; from setuptools import build_meta as b; print(getattr(b, sys.argv[1])(sys.argv[2]))"
 
 

@@ -44,7 +44,7 @@ INSTALLED = Environment(
         *(
             f"megatron_fused_ce.adapter.{name}"
             for name in (
-                *("import_hook", "known_forms", "language_module", "modelopt", "output_processor"),
+                *("forms", "import_hook", "language_module", "modelopt", "output_processor"),
                 *("report", "rl_logprobs", "stock_path", "switch"),
             )
         ),

@@ -46,7 +46,7 @@ def patched_caller(is_known: bool = True, **own: Any) -> Iterator[None]:
     Args:
         own: functions that stood in their place before.
     """
-    from megatron_fused_ce.adapter import forms, import_hook, known_forms, rl_logprobs
+    from megatron_fused_ce.adapter import forms, import_hook, rl_logprobs
 
     this = sys.modules[__name__]
     with pytest.MonkeyPatch.context() as patch:
@@ -57,7 +57,7 @@ def patched_caller(is_known: bool = True, **own: Any) -> Iterator[None]:
         if is_known:
             written = dict(forms.definitions(ast.parse(Path(__file__).read_text())))
             form = forms.digest(written["selective_log_softmax"])
-            patch.setitem(known_forms.FORMS[forms.RL], "selective_log_softmax", form)
+            patch.setitem(forms.FORMS, (forms.RL, "selective_log_softmax"), [form])
         rl_logprobs.patch(this)
         patch.setattr(this, import_hook._MARK, True, raising=False)
         yield
