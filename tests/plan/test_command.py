@@ -580,12 +580,7 @@ def test_it_needs_neither_torch_nor_rich_for_json():
 
 
 def test_the_commands_of_the_package():
-    planned = run("plan-head", "--tokens", "1024", "--hidden", "64", "--vocab", "512")
-    assert planned.returncode == 0 and planned.stdout.startswith("store, 1 chunk")
-    assert run("autoload", "status").returncode == 0
-    done = run("plans")
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert all(name in done.stderr for name in package_command.COMMANDS)
+    """tests/project/test_packaging.py runs each."""
     assert run("--version").stdout == f"megatron_fused_ce {megatron_fused_ce.__version__}\n"
     done = run()  # help
     assert done.returncode == 0 and not done.stderr
