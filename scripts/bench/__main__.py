@@ -121,10 +121,13 @@ def main(words: list[str]) -> int:
 
 
 def run(given: argparse.Namespace, world: World, source: dict[str, Any], started: float) -> int:
-    from megatron_fused_ce.scripts.bench import commits, distill, loss, measure, rl
+    from megatron_fused_ce.scripts.bench import distill, loss, measure, rl
 
-    others = {"options": loss.OPTIONS, "rl": rl.OP, "distill": distill.OP, "commits": commits.OP}
-    op = others.get(given.preset, loss.OP)
+    op = {"options": loss.OPTIONS, "rl": rl.OP, "distill": distill.OP}.get(given.preset, loss.OP)
+    if given.preset == "commits":  # of a clone: a wheel does not have it
+        from megatron_fused_ce.scripts.bench import commits
+
+        op = commits.OP
     if world.size > 1 and not op.over_ranks:
         raise UsageError(f"--preset {given.preset} knows no tensor parallelism: start it without torchrun")
     done: list[list[results.Row]] = []

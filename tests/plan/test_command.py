@@ -108,7 +108,6 @@ def test_arguments_become_sizes():
         ("Et*3|(tt|)*29,m|L", 16, [[3, 2]] + [[2, 2]] * 13 + [[2, 0], [2, 0]]),
         ("Et*2|(tt|)*5t|tmL", 4, [[2, 2], [2, 2], [2, 1], [2, 1]]),
         ("Etttt|(t|)*2L", 4, [[4], [1], [1], [0]]),
-        ("Et*3tL", 1, [[4]]),
     ],
 )
 def test_a_layout_of_the_stages(layout, stages, layers):
@@ -155,11 +154,7 @@ PLAIN = "may change memory and is not counted"
         ("--seq-lenght 64", "--seq-lenght is none of Megatron's arguments (did you mean --seq-length?)"),
         ("--fused-chuncked-ce", "(did you mean --fused-chunked-ce?)"),
         ("--tp-comm-overlap --squared-relu --zero-stage 2", f"--tp-comm-overlap {PLAIN}"),
-        ("--zero-stage 2 --deepspeed", "--zero-stage is none of Megatron's arguments, and 1 more"),
-        ("--use-megatron-fsdp", f"--use-megatron-fsdp {PLAIN}"),
-        ("--quick-geglu", f"--quick-geglu {PLAIN}"),
         ("--reset-attention-mask", ""),
-        ("--load x", ""),
         ("--load x --num-experts 4", "--load: resumed experts hold more than is counted"),
         ("--num-experts 4 --load <CKPT>", "--load: resumed experts hold more than is counted"),
         ("--cross-entropy-fusion-impl linear", ""),
@@ -179,15 +174,11 @@ PLAIN = "may change memory and is not counted"
         ("--cp-comm-type a2a --context-parallel-size 2", f"--cp-comm-type {PLAIN}"),
         ("--window-size 128,0", ""),
         ("--window-size 128,0 --attention-backend unfused", f"--window-size {PLAIN}"),
-        ("--no-pad-vocab-size", f"--no-pad-vocab-size {PLAIN}"),
         ("--position-embedding-type mrope", "--position-embedding-type mrope is not counted"),
         ("--step-batch-size-schedule 0:8", ""),
         ("--step-batch-size-schedule 0:8 --pp 2", f"--step-batch-size-schedule {PLAIN}"),
-        ("--use-checkpoint-args", f"--use-checkpoint-args {PLAIN}"),
-        ("--cuda-graph-impl local", f"--cuda-graph-impl {PLAIN}"),
         ("--kv-channels 512", "heads of 512"),
         ("--transformer-impl inference_optimized", "--transformer-impl inference_optimized is not counted"),
-        ("--moe-token-dispatcher-type flex", "--moe-token-dispatcher-type flex is not counted"),
     ],
 )
 def test_what_is_not_counted_takes_the_verdict(words, said):
@@ -198,9 +189,8 @@ def test_what_is_not_counted_takes_the_verdict(words, said):
         return
     vouched = [word for name in found.judged.uncounted for word in ("--ignore", name)]
     assert not plan_of([*launch, *vouched]).doubts
-    assert not plan_of(
-        [*launch, *(word.lstrip("-") if "ignore" not in word else word for word in vouched)]
-    ).doubts
+    without_dashes = [word if word == "--ignore" else word.lstrip("-") for word in vouched]
+    assert not plan_of([*launch, *without_dashes]).doubts
     with pytest.raises(ValueError, match="--ignore nonsense vouches for nothing here"):
         plan_of([*launch, "--ignore", "nonsense"])
 
@@ -213,15 +203,12 @@ def test_what_is_not_counted_takes_the_verdict(words, said):
         ("--fp8-output-proj", "TELMHeadColumnParallelLinear"),
         ("--fp8-output-proj --hybrid-layer-pattern M*", ""),
         ("--logits-load-dir x", "--logits-load-dir (distillation) reads the logits"),
-        ("--logits-save-dir=x", "--logits-save-dir reads the logits"),
         ("--batch-invariant-mode", "--batch-invariant-mode replaces"),
         ("--save-dgrads-interval 10", "saves the logits or their gradient"),
-        ("--save-activations-interval 10", "saves the logits or their gradient"),
         ("--save-dgrads-interval 0", ""),
         ("--config-logger-dir x", "writes the logits to disk"),
         ("--output-logit-dtype fp16", "asks for fp16 logits"),
         ("--output-logit-dtype bf16", ""),
-        ("--export-kd-teacher-load x", ""),
         ("--fp8-format hybrid", ""),
     ],
 )
@@ -249,7 +236,6 @@ def test_the_heads_two_numbers_come_first_by_hand():
         "--num-layers 2 --hidden-size 4096 --num-attention-heads 32 --vocab-size 128256 --seq-length 131072"
     )
     found = plan_of(["--from-launch", f"pretrain_gpt.py {words} --bf16 --my-own 1", "--gpus", "1"])
-    text = sentences(found)[0].text
     before = (6 * 131072 * 128256 + 2 * static.CUBLAS_WORKSPACE) / 2**30
     head = functools.partial(
         heads.plugin_head, found.setting, found.advice.gpu.device, "auto", exp_serves=True
@@ -257,7 +243,7 @@ def test_the_heads_two_numbers_come_first_by_hand():
     known, unknown = (head(token_weights_known=there) for there in (True, False))
     assert known.peak < unknown.peak and "grad_in_forward" in known.words
     numbers = f"{before:.2f} → {unknown.peak / 2**30:.2f} GiB a GPU"
-    assert text == (
+    assert sentences(found)[0].text == (
         f"The head (last stage), if the loss is Megatron's own: {numbers}. The whole: no verdict, "
         "--my-own is none of Megatron's arguments."
     )
@@ -303,18 +289,12 @@ def test_no_verdict_is_status_3(capsys):
     ("launch", "said"),
     [
         ("pretrain_gpt.py {}", ""),
-        ("/opt/megatron/pretrain_hybrid.py {}", ""),
         ("torchrun --nproc-per-node 2 -m megatron_fused_ce.launch pretrain_mamba.py {}", ""),
-        ("python -m cProfile -o out.prof pretrain_gpt.py {}", ""),
         ("bash -c 'python pretrain_gpt.py {}'", ""),
         ("NVTE_FLASH_ATTN=1 NVTE_BWD_LAYERNORM_SM_MARGIN=16 NCCL_DEBUG=INFO pretrain_gpt.py {}", ""),
         ("NVTE_FLASH_ATTN=0 pretrain_gpt.py {}", "NVTE_FLASH_ATTN=0 in the environment is not counted"),
-        ("NVTE_FLASH_ATTN=0 pretrain_gpt.py {} --attention-backend unfused", ""),
         ("env NVTE_FP8_DPA_BWD=1 pretrain_gpt.py {}", "NVTE_FP8_DPA_BWD=1 in the environment is not counted"),
-        (
-            "bash -c 'NVTE_FUSED_ATTN=0 python pretrain_gpt.py {} $@' x",
-            "NVTE_FUSED_ATTN=0 in the environment",
-        ),
+        ("bash -c 'NVTE_FUSED_ATTN=0 python pretrain_gpt.py {} $@' x", "NVTE_FUSED_ATTN=0 in the env"),
         ("bash -c 'python pretrain_gpt.py {} $@' x --fp8-format hybrid", f"--fp8-format {PLAIN}"),
         ("xargs python pretrain_gpt.py {}", "what xargs adds is not known"),
         ("./fp8.sh torchrun --nproc-per-node 2 pretrain_gpt.py {}", "what fp8.sh trains is not known"),
@@ -332,12 +312,13 @@ def test_the_program_counts_too_and_what_is_around_it(launch, said):
     assert bool(found.doubts) == bool(said) and said in "; ".join(found.doubts)
     # The head's numbers come always.
     plain = plan_of(["--from-launch", f"{TINY} --bf16", "--gpus", "2"])
-    assert [way.head.peak for way in found.advice.ways][:3] == [way.head.peak for way in plain.advice.ways][
-        :3
-    ]
-    assert (
-        "attention in fp32" in plan_of(["--from-launch", f"pretrain_gpt.py {TINY}", "--gpus", "2"]).doubts[0]
-    )
+    peaks = [[way.head.peak for way in one.advice.ways[:3]] for one in (found, plain)]
+    assert peaks[0] == peaks[1]
+
+
+def test_attention_in_fp32_is_not_counted():
+    found = plan_of(["--from-launch", f"pretrain_gpt.py {TINY}", "--gpus", "2"])
+    assert "attention in fp32" in found.doubts[0]
 
 
 def test_a_model_that_cannot_be_planned_has_a_head():
@@ -356,10 +337,8 @@ def test_a_quick_geglu_is_a_gate_and_learned_positions_can_be_none():
 
 
 #: Of another kind in a later version, whose the file has.
-LATER = (
-    *("rampup_batch_size", "rl_use_sequence_packing", "lazy_mpu_init"),
-    *("cuda_graph_scope", "export_kv_cache_quant"),
-)
+LATER = ["rampup_batch_size", "rl_use_sequence_packing", "lazy_mpu_init"]
+LATER += ["cuda_graph_scope", "export_kv_cache_quant"]
 
 
 @on_checkouts
@@ -434,16 +413,9 @@ def test_a_strategy_beyond_the_budget_says_so(capsys):
         plan_of([*words, "--fused-ce-strategy", "store"])
 
 
-@pytest.mark.parametrize(
-    ("words", "name", "gpu"),
-    [
-        ("Llama-3-8B --gpu h100", "llama-3-8b", "h100-80gb"),
-        ("LLAMA-3-8b --gpu B200", "llama-3-8b", "b200-180gb"),
-    ],
-)
-def test_names_in_any_case_and_gpus_by_their_first(words, name, gpu):
-    found = plan_of(["--seq-length", "4096", "--model", *words.split()])
-    assert (found.name, found.advice.gpu.name) == (name, gpu)
+def test_names_in_any_case_and_gpus_by_their_first():
+    found = plan_of(["--seq-length", "4096", "--model", "LLAMA-3-8b", "--gpu", "H100"])
+    assert (found.name, found.advice.gpu.name) == ("llama-3-8b", "h100-80gb")
 
 
 # --- bad input -------------------------------------------------------------------------------
@@ -457,21 +429,12 @@ NO_VOCABULARY = TINY.replace("--vocab-size 256 ", "")
     [
         ("--model gpt-5 --seq-length 64", "no model 'gpt-5'; there are llama-3-8b"),
         ("--model llama3-8b --seq-length 64", "did you mean llama-3-8b?"),
-        ("--model 'Llama 3 8b' --seq-length 64", "did you mean llama-3-8b?"),
         ("--model llama-3-8b", "--seq-length is missing"),
         (f"--from-launch '{NO_VOCABULARY}'", "--vocab-size is missing: give it beside the launch"),
         (f"--from-launch '{NO_VOCABULARY} --tokenizer-model x/qwen3-99b'", "is missing: give it beside"),
         (
             f"--from-launch '{NO_VOCABULARY} --tokenizer-model Qwen/Qwen3-30B-A3B'",
             "--vocab-size is missing: give --vocab-size 151936 beside the launch, as Qwen/Qwen3-30B-A3B has",
-        ),
-        (
-            f"--from-launch '{NO_VOCABULARY} --tokenizer-model /models/Qwen2.5-7B-Instruct/'",
-            "give --vocab-size 152064 beside the launch",
-        ),
-        (
-            f"--from-launch '{NO_VOCABULARY} --tokenizer-model=meta-llama/Meta-Llama-3-8B'",
-            "give --vocab-size 128256 beside the launch",
         ),
         ("", "--hidden-size is missing: give it, or --model NAME, --from-log FILE or --from-launch FILE"),
         ("--from-launch nowhere.sh", "nowhere.sh: No such file"),
@@ -482,15 +445,11 @@ NO_VOCABULARY = TINY.replace("--vocab-size 256 ", "")
         (f"{MODEL} --tp 3 --gpus 3", "32 attention heads cannot be divided over 3 ranks"),
         (f"{MODEL} --tp 4 --gpus 6", "6 GPUs cannot be divided into groups of 4"),
         (f"{MODEL} --pp 5 --gpus 5", "32 layers cannot be divided into 5 pipeline stages"),
-        (f"{MODEL} --tp 0", "expected a whole number from 1 to 100000, got '0'"),
-        (f"{MODEL} --seq-length 0", "expected a whole number from 1 to 1000000000"),
         (f"{MODEL} --gpus 8 --global-batch-size 12", "give a multiple of 8"),
         (f"{MODEL} --num-query-groups 5", "32 attention heads cannot be divided into 5 query groups"),
         (f"{MODEL} --gpu tpu", "no GPU 'tpu'; there are h100-80gb, h200-141gb"),
         (f"--from-launch '{TINY} --ffn-hidden-size <SIZE>'", "--ffn-hidden-size is <SIZE>, a place"),
-        (f"{MODEL} --moe-layer-freq __import__('os')", "no list of 0 and 1"),
         (f"{MODEL} --overhead 90", "leaves nothing of 79.14 GiB"),
-        (f"{MODEL} --gpu-memory 0", "expected a number above 0"),
         (f"--from-launch '{TINY} --bf16 --num-experts 6 --ep 4'", "6 experts cannot be divided over 4"),
         (f"--from-launch '{TINY}' --set X", "--set takes NAME=VALUE"),
         (f"--from-launch '{TINY}' --set X=1", "arguments in quotes have none"),
@@ -501,7 +460,7 @@ NO_VOCABULARY = TINY.replace("--vocab-size 256 ", "")
 )  # fmt: skip
 def test_bad_input_is_one_line_and_status_2(words, said, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    status = command.main(shlex.split(words.replace("__('os')", "__(\\'os\\')")))
+    status = command.main(shlex.split(words))
     out, error = capsys.readouterr()
     assert status == 2
     assert error.startswith("plan: ") and error.count("\n") == 1 and said in error
@@ -588,12 +547,7 @@ def test_it_needs_neither_torch_nor_rich_for_json():
 
 
 def test_the_commands_of_the_package():
-    planned = run("plan-head", "--tokens", "1024", "--hidden", "64", "--vocab", "512")
-    assert planned.returncode == 0 and planned.stdout.startswith("store, 1 chunk")
-    assert run("autoload", "status").returncode == 0
-    done = run("plans")
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert all(name in done.stderr for name in package_command.COMMANDS)
+    """tests/project/test_packaging.py runs each."""
     assert run("--version").stdout == f"megatron_fused_ce {megatron_fused_ce.__version__}\n"
     done = run()  # help
     assert done.returncode == 0 and not done.stderr

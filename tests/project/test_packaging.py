@@ -122,17 +122,13 @@ def python(wheel, tmp_path_factory) -> Path:
     return python
 
 
-def test_the_image_holds_what_is_packed():
-    """No Docker runs here: the Dockerfile's command is run from the wheel below."""
+def test_the_image_holds_what_is_packed_and_the_workflows_run_targets():
+    """No Docker runs here: its command is run from the wheel below. Tests run what is behind lint."""
     lines = (ROOT / "Dockerfile").read_text().splitlines()
     copied = [word for line in lines if line.startswith("COPY") for word in line.split()[1:-1]]
     assert sorted(copied) == sorted(TRACKED)
     assert {"ARG BASE=nvcr.io/nvidia/pytorch:25.10-py3", "FROM ${BASE}"} < set(lines)
     assert lines[-1] == 'CMD ["python", "-m", "megatron_fused_ce", "selfcheck"]' and "selfcheck" in COMMANDS
-
-
-def test_what_the_workflows_run():
-    """Targets of the Makefile, as make reads them; tests run what is behind lint, docs and tests."""
     found = {}
     for file in (ROOT / ".github" / "workflows").glob("*.yml"):
         (job,) = yaml.safe_load(file.read_text())["jobs"].values()
@@ -156,21 +152,17 @@ def test_the_sdist_holds_plain_files(sdist):
     assert others == {"setup.py", "pyproject.toml", "README.md", "LICENSE", "setup.cfg", "PKG-INFO"}
 
 
-def test_the_wheel_holds_the_modules_and_nothing_else(wheel):
+def test_the_wheel_holds_the_modules_and_nothing_else(wheel, tree, tmp_path):
+    """And one built from the tree, as by `pip install .`, the same as from the sdist."""
     with zipfile.ZipFile(wheel) as archive:
         assert archive.testzip() is None
         inside = {name for name in archive.namelist() if ".dist-info/" not in name}
         assert inside == modules_of_the_tree() | {MARKER, *DATA}  # a top-level kernels/ would shadow PyPI's
         for name in inside:
             assert archive.read(name) == (ROOT / name).read_bytes(), name
-    assert wheel.name.endswith("-py3-none-any.whl")
-
-
-def test_the_wheel_of_the_tree_is_the_same(wheel, tree, tmp_path):
-    """`pip install .` and a wheel from the sdist put the same files on a machine."""
     built = run(sys.executable, "-c", BUILD, "build_wheel", tmp_path, cwd=tree).stdout.split()[-1]
+    assert built == wheel.name and wheel.name.endswith("-py3-none-any.whl")
     with zipfile.ZipFile(tmp_path / built) as one, zipfile.ZipFile(wheel) as other:
-        assert built == wheel.name
         assert {i.filename: i.CRC for i in one.infolist()} == {i.filename: i.CRC for i in other.infolist()}
 
 
@@ -180,27 +172,26 @@ def test_the_metadata(wheel):
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
         metadata = HeaderParser().parsestr(archive.read(name).decode())
-    assert metadata["Name"] == "megatron-fused-ce"
-    assert metadata["Version"] == megatron_fused_ce.__version__
-    assert metadata["Requires-Python"] == ">=3.10"
-    assert metadata["Description-Content-Type"] == "text/markdown"
+    expected = {
+        "Name": "megatron-fused-ce",
+        "Version": megatron_fused_ce.__version__,
+        "Requires-Python": ">=3.10",
+        "Description-Content-Type": "text/markdown",
+        "License-Expression": "Apache-2.0",
+        "License-File": "LICENSE",
+        "Author": "the megatron-fused-ce authors",
+    }
+    assert expected == {key: metadata[key] for key in expected}
     assert metadata.get_payload().strip() == (ROOT / "README.md").read_text().strip()
-    assert metadata["License-Expression"] == "Apache-2.0" and metadata["License-File"] == "LICENSE"
-    assert metadata["Author"] == "the megatron-fused-ce authors"
     assert "Typing :: Typed" in metadata.get_all("Classifier")
     assert not any("License ::" in words for words in metadata.get_all("Classifier"))
-    assert "Megatron-LM" in metadata["Keywords"].split(",")
-    needed = [words for words in metadata.get_all("Requires-Dist") if "extra ==" not in words]
-    assert needed == ["torch"]
+    assert [words for words in metadata.get_all("Requires-Dist") if "extra ==" not in words] == ["torch"]
 
 
 #: What an environment has; torch and triton of the index are newer.
 ENVIRONMENTS = {
     "old torch": {"torch": "2.5.1", "triton": "3.1.0"},
-    "NGC 25.01": {"torch": "2.6.0a0+nv25.01", "pytorch_triton": "3.1.0"},
     "NGC 25.10": {"torch": "2.9.0a0+nv25.10", "pytorch_triton": "3.4.0"},
-    "ROCm": {"torch": "2.9.0+rocm6.4", "pytorch_triton_rocm": "3.5.0"},
-    "CPU": {"torch": "2.13.0+cpu"},
     "nothing": {},
 }
 
@@ -265,53 +256,48 @@ def test_every_module_imports_from_elsewhere(python, tmp_path):
     assert all(python.parents[1] in file.parents for file in files)
 
 
+#: Command -> its words behind it, and words of what it prints.
+USED = {
+    "plan": ("--model llama-3-8b --gpus 8 --tp 4 --sequence-parallel --seq-length 32768", "Use it: "),
+    "plan-head": ("--tokens 32768 --hidden 4096 --vocab 128256", "grad_in_forward"),
+    "compare": ("off.log on.log --out compared", "\nSAME\n"),
+    "memory": ("--draw profile.json --out drawn", "at the peak"),
+    "sweep": (
+        "--device cpu --tokens 16 --hidden 8 --vocab 64 --chunks 1 --blocks 1 --sample-ms 0"
+        " --strategies store --out swept",
+        "Recommended on this CPU:",
+    ),
+    "selfcheck": ("--device cpu --calls 6 --out right.json", "6 calls against fp64, 0 wrong"),
+    "autoload": ("status", "{packages}"),
+}
+LOG = (
+    " [2026-01-01 00:00:00.0] iteration        1/       1 | lm loss: 5.537932E+00 | grad norm: 2.586 |"
+    " number of skipped iterations:   0 | number of nan iterations:   0 |\n"
+)
+
+
 def test_the_commands_run_from_elsewhere_on_a_cpu_without_triton(python, tmp_path):
-    used = set()
+    assert USED.keys() == COMMANDS.keys()
     (tmp_path / "hidden").mkdir()
     (tmp_path / "hidden" / "triton.py").write_text("raise ModuleNotFoundError(name='triton')")
-    env = {"PYTHONPATH": str(tmp_path / "hidden")}
-
-    def command(words: str, ok: bool = True) -> subprocess.CompletedProcess[str]:
-        if ok:
-            used.add(words.split()[0])
-        return run(python.with_name("megatron-fused-ce"), *words.split(), cwd=tmp_path, env=env, ok=ok)
-
-    plan = "plan --model llama-3-8b --gpus 8 --tp 4 --sequence-parallel --seq-length 32768"
-    assert json.loads(command(f"{plan} --json").stdout)
-    assert "Use it: " in command(plan).stdout
-    assert "grad_in_forward" in command("plan-head --tokens 32768 --hidden 4096 --vocab 128256").stdout
-    log = (
-        " [2026-01-01 00:00:00.0] iteration        1/       1 | lm loss: 5.537932E+00 | grad norm: 2.586 |"
-        " number of skipped iterations:   0 | number of nan iterations:   0 |\n"
-    )
     for name in ("off.log", "on.log"):
-        (tmp_path / name).write_text(log)
-    assert command("compare off.log on.log --out compared").stdout.splitlines()[-1] == "SAME"
-    assert (tmp_path / "compared" / "compare_loss.json").is_file()
+        (tmp_path / name).write_text(LOG)
     name = "2026-11-21-h200-memory-head-llama3-8b.json"
     shutil.copy(ROOT / "docs" / "benchmarks" / "results" / name, tmp_path / "profile.json")
-    assert "at the peak" in command("memory --draw profile.json --out drawn").stdout
-    refused = command("memory -- torchrun pretrain_gpt.py", ok=False)
-    assert refused.returncode == 2 and "needs a GPU" in refused.stderr
-    sizes = "--device cpu --tokens 16 --hidden 8 --vocab 64 --chunks 1 --blocks 1 --sample-ms 0"
-    assert "Recommended on this CPU:" in command(f"sweep {sizes} --strategies store --out swept").stdout
-    made = {path.name for path in (tmp_path / "swept").iterdir()}
-    assert {"sweep.json", "sweep.md"} <= made
-    assert (
-        "6 calls against fp64, 0 wrong" in command("selfcheck --device cpu --calls 6 --out right.json").stdout
-    )
-    # What selfcheck starts on a GPU.
+    where = {"cwd": tmp_path, "env": {"PYTHONPATH": str(tmp_path / "hidden")}}
+    program = python.with_name("megatron-fused-ce")
+    for name, (words, said) in USED.items():
+        out = run(program, name, *words.split(), **where).stdout
+        assert said.format(packages=python.parents[1]) in out, name
+    for file in ("compared/compare_loss.json", "swept/sweep.json", "swept/sweep.md"):
+        assert (tmp_path / file).is_file()
+    for words, said in (("memory -- torchrun pretrain_gpt.py", "needs a GPU"), ("paln", "")):
+        refused = run(program, *words.split(), **where, ok=False)
+        assert refused.returncode == 2 and len(refused.stderr.splitlines()) == 1 and said in refused.stderr
+    # What selfcheck starts on a GPU; what docs/examples.md tells users to launch on a CPU.
     tiny = "--device cpu --dtype float32 --shapes tiny --tokens 64 --strategies store --out times.json"
-    run(python, "-m", "megatron_fused_ce.scripts.bench", *tiny.split(), cwd=tmp_path, env=env)
+    run(python, "-m", "megatron_fused_ce.scripts.bench", *tiny.split(), **where)
     assert json.loads((tmp_path / "times.json").read_text())["rows"]
-    assert str(python.parents[1]) in command("autoload status").stdout
-    assert used == set(COMMANDS)
-    bad = command("paln", ok=False)
-    assert bad.returncode == 2 and len(bad.stderr.splitlines()) == 1
-
-
-def test_the_stand_ins_for_cuda_from_elsewhere(python, tmp_path):
-    """What docs/launch.md tells users to launch on a CPU."""
     (tmp_path / "script.py").write_text("import sys, torch; print(sys.argv, torch.cuda.is_available())")
     words = ("-m", "megatron_fused_ce.scripts.lib.megatron_cpu", "script.py", "--distributed-backend", "gloo")
     assert words[1] in (ROOT / "docs" / "launch.md").read_text()
@@ -319,9 +305,7 @@ def test_the_stand_ins_for_cuda_from_elsewhere(python, tmp_path):
     assert done.stdout.splitlines()[-1] == "['script.py', '--distributed-backend', 'gloo'] True"
 
 
-def test_the_kernels_from_elsewhere(python, tmp_path):
-    """Triton reads their source. The op beside them is run by the sweep above, checked against fp64."""
-    code = """
+KERNELS = """
 import torch, megatron_fused_ce as m
 from megatron_fused_ce.logits import gemm_rows
 gemm_rows.by_triton = lambda device: True
@@ -330,7 +314,11 @@ loss = m.fused_linear_cross_entropy(hidden, weight, labels)
 true = torch.nn.functional.cross_entropy(hidden @ weight.t(), labels, reduction="none")
 torch.testing.assert_close(loss, true)
 """
-    run(python, "-c", code, cwd=tmp_path, env={"TRITON_INTERPRET": "1"})
+
+
+def test_the_kernels_from_elsewhere(python, tmp_path):
+    """Triton reads their source. The op beside them is run by the sweep above, checked against fp64."""
+    run(python, "-c", KERNELS, cwd=tmp_path, env={"TRITON_INTERPRET": "1"})
 
 
 #: Parses as pretrain_gpt.py does, and says whether the seams in the model are patched.

@@ -12,61 +12,60 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_fused_ce.__main__ import COMMANDS
 from megatron_fused_ce.cli import command_line
 from megatron_fused_ce.cli.command_line import Parser, UsageError, command, number, whole
 from megatron_fused_ce.plan import command as plan
 from megatron_fused_ce.plan import head_command
-from megatron_fused_ce.scripts.bench import cases, commits, trained
+from megatron_fused_ce.scripts.bench import __main__ as benchmark
+from megatron_fused_ce.scripts.bench import commits, trained
 from megatron_fused_ce.scripts.demo import __main__ as demo
 from megatron_fused_ce.scripts.runs import compare, memory, pretrain, real_text, selfcheck, sweep
 from tests import same_training, soak
+from tests.support.checkouts import FAKE_PRETRAIN, stand_in
+from tests.support.commands import launches_without_torch, run_here
 
 ROOT = Path(__file__).resolve().parents[2]
 #: The most a refusal may take: most of it is Python's start.
 MOST_SECONDS = 5.0
 
-Parse = Callable[[Sequence[str]], object]
-#: Command -> what reads its words, and the words it cannot do without.
-READERS: dict[str, tuple[Parse, list[str]]] = {
-    "plan": (plan.main, ["--model", "llama-3-8b", "--seq-length", "4096"]),
-    "plan-head": (head_command.main, ["--tokens", "64", "--hidden", "64", "--vocab", "64"]),
-    "compare": (compare.main, ["a", "b"]),
-    "memory": (memory.main, []),
-    "sweep": (sweep.main, []),
-    "selfcheck": (selfcheck.main, []),
-    "bench": (lambda words: cases.parse_arguments("", words), []),
-    "bench.commits": (commits.main, ["--old", "nowhere"]),
-    "bench.trained": (trained.main, ["operands.pt"]),
-    "pretrain": (pretrain.main, ["--megatron", "nowhere"]),
-    "real_text": (real_text.main, ["--megatron", "nowhere"]),
-    "same_training": (same_training.main, ["--megatron", "nowhere", "--data", "nowhere"]),
-    "soak": (soak.main, []),
-    "demo": (demo.main, []),
+#: Command -> what reads its words.
+READERS: dict[str, Callable[[list[str]], int]] = {
+    "plan": plan.main,
+    "plan-head": head_command.main,
+    "compare": compare.main,
+    "memory": memory.main,
+    "sweep": sweep.main,
+    "selfcheck": selfcheck.main,
+    "bench": benchmark.main,
+    "bench.commits": commits.main,
+    "bench.trained": trained.main,
+    "pretrain": pretrain.main,
+    "real_text": real_text.main,
+    "same_training": same_training.main,
+    "soak": soak.main,
+    "demo": demo.main,
 }
-
-
-class Options(Exception):
-    """Carries a parser out of the command that made it."""
 
 
 def options_of(name: str) -> list[argparse.Action]:
     """Every option of a command."""
-    read, _ = READERS[name]
+    found: list[argparse.ArgumentParser] = []
 
     def stop(self: argparse.ArgumentParser, *args: object, **kwargs: object) -> object:
-        raise Options(self)
+        found.append(self)
+        raise SystemExit
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
         patch.setattr(argparse.ArgumentParser, "parse_known_args", stop)
-        with pytest.raises(Options) as found:
-            read([])
-    return found.value.args[0]._actions
+        READERS[name]([])
+    return found[0]._actions
 
 
 @pytest.mark.parametrize("name", READERS)
@@ -90,87 +89,144 @@ def test_the_bounds_themselves():
             parse(text)
 
 
+# --- what is refused -------------------------------------------------------------------------
+
+LLAMA = "--model llama-3-8b --seq-length 4096"
+SWEEP = "--device cpu --tokens 32 --hidden 8 --vocab 64 --out out"
+LAUNCHES = "--through-megatron megatron-lm --device cpu --out out --strategies recompute --chunks 4"
+#: Command -> words after it, and words of its answer.
+REFUSED = {
+    "plan": [
+        (f"{LLAMA} --gpu-memory inf", "expected a number above 0, at most 1e+06, got 'inf'"),
+        (f"{LLAMA} --gpus 0", "expected a whole number from 1 to 1000000, got '0'"),
+        *((f"{LLAMA} --moe-layer-freq {text}", "is no number and no list of 0 and 1")
+          for text in ("[1]*10**9", "[1]*1000000000", "[[1]*99999]*99999", "(" * 5000)),
+    ],
+    "plan-head": [
+        ("--hidden 4096 --vocab 128256 --tokens 0", "expected a whole number from 1"),
+        ("--hidden 4096 --vocab 128256 --tokens 64 --num-chunks 2 --chunk-tokens 3", "give one of them"),
+    ],
+    "memory": [("--out /dev/null/x -- torchrun x.py", "cannot write to /dev/null/x")],
+    "soak": [("", "torchrun --nproc-per-node")],
+    "bench": [
+        ("--strategies stroe", "strategy is 'stroe'; choose one of auto"),
+        *((f"--strategies store:{size}", "chunk_tokens must be a whole number") for size in ("x", "")),
+        ("--strategies store/fast", "merge is 'fast'; choose one of auto"),
+        ("--strategies store/scaled_exp/gemm_rows", "two backends, or two merges"),
+        ("--blocks 0", "expected a whole number from 1"),
+        *((f"--shapes {name}", f"no model '{name}'") for name in ("llama", "0x64")),
+        ("--shapes tiny:0", "expected numbers of tokens behind the colon"),
+        ("--peers ligre", "invalid choice: 'ligre'"),
+        ("--preset trained", "--preset trained needs --operands"),
+        ("--preset commits", "--preset commits needs --old"),
+        ("--operands none.pt", "none.pt is no file"),
+        ("--device cpu --shapes tiny --operands empty", "empty has no operands of tiny"),
+    ],
+    "bench.trained": [("made.pt --device cpu --text empty-folder", "too little text for --tokens")],
+    "bench.commits": [
+        ("", "--old"), ("--old empty-folder", "empty-folder/megatron_fused_ce/__init__.py is no file"),
+    ],
+    "sweep": [
+        ("--device cuda --out out", "expected 1 GPUs, found 0: use --device cpu"),
+        (f"{SWEEP} --chunks 4 33", "expected --chunks from 1 to 32, got 33"),
+        (f"{SWEEP} --strategies fast", "invalid choice: 'fast'"),
+        (f"{SWEEP} -- --num-layers 2", "arguments after -- are those of --through-megatron"),
+        (f"{SWEEP} --through-megatron nowhere -- --bf16", "no Megatron-LM checkout at nowhere"),
+        (f"{SWEEP} --through-megatron x --warmup 10", "expected fewer --warmup than --iterations"),
+        (f"{LAUNCHES} -- --save x", "leave out --save: all launches would write to the same place"),
+        (f"{LAUNCHES} -- --fused-ce-z-loss 1e-4", "leave out --fused-ce-z-loss: the stock launches have no"),
+        (f"{LAUNCHES} -- --fused-ce-z-loss=1e-4", "leave out --fused-ce-z-loss"),
+        (f"{LAUNCHES} --script pretrain_t5.py -- --bf16", "has no pretrain_t5"),
+        (f"{LAUNCHES} -- torchrun pretrain_gpt.py --bf16", "from its first --option on"),
+    ],
+    "pretrain": [
+        ("", "--megatron"),
+        ("--megatron=/nowhere", "no Megatron-LM checkout at /nowhere"),
+        ("--megatron=megatron-lm --megatron=megatron-lm/", "folders of different names"),
+        ("--megatron=megatron-lm --variants=other", "no other; there are unfused, native"),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "line", "said"), [(n, *row) for n, rows in REFUSED.items() for row in rows])
+def test_what_is_refused_is_one_line_and_writes_nothing(name, line, said, tmp_path, monkeypatch):
+    if "cuda" in line and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty-folder").mkdir()
+    (tmp_path / "empty").touch()
+    stand_in(tmp_path / "megatron-lm", FAKE_PRETRAIN)
+    before = sorted(tmp_path.rglob("*"))
+    with launches_without_torch():
+        done = run_here(READERS[name], *line.split())
+    assert done.returncode == 2 and done.stdout == "" and said in done.stderr, done.stderr
+    assert len(done.stderr.splitlines()) == 1 and sorted(tmp_path.rglob("*")) == before, done.stderr
+
+
 # --- whole processes -------------------------------------------------------------------------
 
 
-def run(*words: str, cwd: Path, stdin: object = subprocess.DEVNULL) -> subprocess.CompletedProcess[str]:
+def run(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """The command as a user runs it, timed."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     began = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-m", *words], cwd=cwd, env=environment, stdin=stdin,
+        [sys.executable, "-m", *words], cwd=cwd, env=environment, stdin=subprocess.DEVNULL,
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert time.monotonic() - began < MOST_SECONDS, words
     return done
 
 
-PLAN = "megatron_fused_ce plan --model llama-3-8b --seq-length 4096"
-HEAD = "megatron_fused_ce plan-head --hidden 4096 --vocab 128256"
-
-
 @pytest.mark.parametrize(
     "line",
     [
-        f"{PLAN} --gpu-memory inf",
-        f"{PLAN} --gpus 0",
-        f"{PLAN} --moe-layer-freq [1]*10**9",
-        f"{PLAN} --num-experts 8 --moe-layer-freq [1]*1000000000",
-        f"{PLAN} --moe-layer-freq [[1]*99999]*99999",
-        f"{PLAN} --moe-layer-freq {'(' * 5000}",
-        f"{HEAD} --tokens 0",
-        f"{HEAD} --tokens 64 --num-chunks 2 --chunk-tokens 3",
         "megatron_fused_ce plan --from-launch /dev/zero",
         "megatron_fused_ce plan --from-log /dev/zero",
         "megatron_fused_ce memory --draw /dev/zero",
-        "megatron_fused_ce compare /dev/zero /dev/zero",
         "megatron_fused_ce compare / /",
+        "megatron_fused_ce compare /dev/zero /dev/zero",
         "megatron_fused_ce compare /proc/self/mem /dev/null",
-        "megatron_fused_ce memory --out /dev/null/x -- torchrun x.py",
         "megatron_fused_ce sweep --tokens 64 --hidden 32 --vocab 64 --device cpu --out /dev/null/x",
         "scripts.bench --device cpu --dtype float32 --shapes tiny --out /dev/null/x.json",
         "scripts.demo --out /dev/null/x",
         "megatron_fused_ce no-such-command",
     ],
 )
-def test_bad_input_is_one_line_and_status_2_at_once(line, tmp_path):
-    words = line.split()
-    cwd = ROOT if words[0].startswith("scripts") else tmp_path
-    done = run(*words, cwd=cwd)
-    assert done.returncode == 2, done.stderr[-500:]
-    assert len(done.stderr.splitlines()) == 1 and done.stdout == "", done.stderr
+def test_a_refusal_comes_at_once(line, tmp_path):
+    done = run(*line.split(), cwd=ROOT if line.startswith("scripts") else tmp_path)
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1), done.stderr[-500:]
     assert not list(tmp_path.iterdir()), "nothing is written"
 
 
 @pytest.mark.parametrize(
-    "line", [PLAN, f"{HEAD} --tokens 8192", f"{PLAN} --json", "megatron_fused_ce plan --help"]
+    "line",
+    [f"plan {LLAMA}", f"plan {LLAMA} --json", "plan-head --hidden 4096 --vocab 128256 --tokens 8192"],
 )
 def test_a_closed_pipe_ends_quietly(line, tmp_path):
     """Of `| head -c 0`: the reader is gone before the first line."""
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(
-        [sys.executable, "-m", *line.split()], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=writer, stderr=subprocess.PIPE, text=True,
+        [sys.executable, "-m", "megatron_fused_ce", *line.split()], cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=writer, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     os.close(writer)
-    # argparse and rich have their own ways to end there.
+    # rich has its own way to end there.
     assert done.stderr == "" and done.returncode in (0, 1, command_line.PIPE_CLOSED)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_needs_neither_rich_nor_matplotlib(name, tmp_path):
     """As `pip install .` leaves them out; what does need them says so in one line."""
-    (tmp_path / "rich.py").write_text("raise ModuleNotFoundError('No module named rich', name='rich')")
-    (tmp_path / "matplotlib.py").write_text("raise ModuleNotFoundError(name='matplotlib')")
+    for module in ("rich", "matplotlib"):
+        (tmp_path / f"{module}.py").write_text(f"raise ModuleNotFoundError(name='{module}')")
     done = run("megatron_fused_ce", name, "--help", cwd=tmp_path)
     assert done.returncode == 0 and done.stdout.startswith("usage:"), done.stderr
     if name == "compare":
         refused = run("megatron_fused_ce", name, "off.log", "on.log", cwd=tmp_path)
-        assert (refused.returncode, refused.stderr) == (
-            2,
-            "megatron_fused_ce: compare needs rich: pip install rich\n",
-        )
+        assert refused.stderr == "megatron_fused_ce: compare needs rich: pip install rich\n"
+        assert refused.returncode == 2
 
 
 class MakesAFolder:

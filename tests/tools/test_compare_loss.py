@@ -152,8 +152,10 @@ def no_picture(monkeypatch):
 EXACTLY = "--first-bound=0 --first=1000"
 
 
-@pytest.mark.parametrize("logs_first", [True, False], ids=["0.16 and newer", "0.15"])
-@pytest.mark.parametrize(("one", "two"), [(1, 1), (1, 5), (5, 1), (5, 5), (10, 4), (None, 1), (None, 5)])
+@pytest.mark.parametrize(
+    ("one", "two", "logs_first"),
+    [(1, 1, True), (1, 5, False), (5, 1, True), (5, 5, False), (10, 4, True), (None, 5, True)],
+)
 def test_means_over_the_same_iterations_are_compared(tmp_path, no_picture, one, two, logs_first):
     """Lines of any --log-interval, and TensorBoard (None), which has every iteration."""
     reference = trained().log(one, logs_first=logs_first) if one else trained().tensorboard()
@@ -189,12 +191,10 @@ VERDICTS = {
     "every line twice": (
         (RUN.log(), "".join(2 * line for line in RUN.log(5).splitlines(keepends=True))),
         EXACTLY, 0, "b has 9 lines twice: the last of each counts"),
-    "another version": ((RUN.log(logs_first=False), RUN.log()), EXACTLY, 0, "SAME"),
     # skipped steps, nan
     "skips": ((SKIPS.log(), SKIPS.log()), EXACTLY, 0, "SAME"),
     "skips at the start, which have no loss": (
         (trained(skipped=(1, 2)).log(), RUN.log(begin=3)), EXACTLY, 0, "!compared are"),
-    "skips, 0.15": ((SKIPS.log(logs_first=False), SKIPS.log(logs_first=False)), EXACTLY, 0, "SAME"),
     "other skips": (
         (SKIPS.log(), trained(skipped=(1, 2)).log()), "", 1, "b skipped other steps: 20"),
     "other skips in the noise too": (
@@ -206,8 +206,6 @@ VERDICTS = {
         (SICK.log(), SICK.log()), "", 0, "lm loss is nan in both runs on 2 lines, from 12 on"),
     "nan alone": (
         2 * (re.sub(r"lm loss: \S+", "lm loss: nan", RUN.log()),), "", 2, "no loss is finite in either"),
-    "nothing but nan in one": (
-        (RUN.log(), re.sub(r"lm loss: \S+", "lm loss: nan", RUN.log())), "", 1, "DIFFERENT"),
     # bounds
     "fp32": ((FP32 + RUN.log(), FP32 + changed(5, 1e-5).log()), "", 1, "bound 1.0e-06"),
     "fp32 and bf16": ((FP32 + RUN.log(), BF16 + changed(5, 1e-5).log()), "", 0, "SAME"),
@@ -223,11 +221,9 @@ VERDICTS = {
     # drift; a first bound of 1 is none
     "a drift": (
         (LONG, drifted(0.012).log()), "--first-bound=1", 1, "last 100 differs: +1.2e-02, bound 1.0e-02"),
-    "a drift as the noise's": ((LONG, drifted(0.02).log(), drifted(0.015).log()), "", 0, "SAME"),
     "apart from iteration 62 on": (
         (trained(150).log(), drifted(0.09, 62, 150).log()), "", 1, "lm loss, last 100 differs: +"),
     "a spike": ((LONG, spiked(40, 45).log()), "--first-bound=1", 0, "SAME"),
-    "noise": ((LONG, noisy(0.0).log()), "--first-bound=1", 0, "SAME"),
     "noise and a drift": ((LONG, noisy(0.015).log()), "--first-bound=1", 1, "last 100 differs: +1"),
     # what is compared
     "other ranges": (
@@ -240,8 +236,6 @@ VERDICTS = {
     "a loss of one alone": (
         (RUN.log(), RUN.log().replace(" lm loss:", " mtp_1 loss: 5.000000E+00 | lm loss:")), "", 1,
         "only b logs mtp_1 loss"),
-    "digits that are not printed": (
-        (LINE.format("0.002"), LINE.format("0.003")), "--first-grad-norm-bound=0", 0, "SAME"),
     "digits that are": (
         (LINE.format("0.002"), LINE.format("0.004")), "--first-grad-norm-bound=0", 1, "grad norm, first 10"),
     "every digit of the CPU harness": (

@@ -103,36 +103,25 @@ def test_settings_and_arguments_of_the_caller_count(run):
     found = probed(*run("llama3_8b", "--fused-ce-strategy", "store", TP="4", GPUS="16"))
     assert found["config"] == repr(FusedCEConfig(strategy="store"))
     assert (found["tensor_parallel"], found["data_parallel"]) == (4, 4)
-
-
-def test_an_argument_that_megatron_does_not_know_ends_the_launch(run):
     status, output = run("qwen3_8b", "--fused-ce-no-such-option", "1")
-    assert status == 2
-    assert "unrecognized arguments: --fused-ce-no-such-option 1" in output
-
-
-def test_transformer_engines_loss_fusion_is_refused_by_megatron(run):
-    """What docs/coming-from.md says of it."""
+    assert status == 2 and "unrecognized arguments: --fused-ce-no-such-option 1" in output
+    # What docs/coming-from.md says of Transformer Engine's loss.
     status, output = run("llama3_8b", "--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "te")
     assert status == 1 and "disabled due to stability issues" in output
 
 
-@pytest.mark.parametrize("path", ["", "/nowhere"])
-def test_no_checkout_is_one_line_and_status_2(path):
-    """Said by launch.sh, which every example sources."""
-    for name in LAUNCHES:
-        sourced = 'source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"'
-        assert sourced in (EXAMPLES / f"{name}.sh").read_text().splitlines()
-    environment = os.environ | {"MEGATRON_LM_PATH": path}
-    done = subprocess.run([str(EXAMPLES / "llama3_8b.sh")], env=environment, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stdout == ""
-    assert len(done.stderr.splitlines()) == 1 and "set it to a checkout" in done.stderr
-
-
-def test_one_line_is_added():
-    """Without the flag's line the words are stock Megatron's."""
+def test_the_scripts_source_launch_sh_and_add_one_line():
+    """Without the flag's line the words are stock Megatron's; no checkout is one line and status 2."""
     assert {path.stem for path in EXAMPLES.glob("*.sh")} == {*LAUNCHES, "launch"}
     for name in LAUNCHES:
         lines = (EXAMPLES / f"{name}.sh").read_text().splitlines()
-        code = [line for line in lines if not line.lstrip().startswith("#")]
-        assert [line.strip() for line in code if "fused" in line] == ["--fused-chunked-ce"], name
+        assert 'source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"' in lines
+        code = [line.strip() for line in lines if not line.lstrip().startswith("#")]
+        assert [line for line in code if "fused" in line] == ["--fused-chunked-ce"], name
+    for path in ("", "/nowhere"):
+        environment = os.environ | {"MEGATRON_LM_PATH": path}
+        done = subprocess.run(
+            [str(EXAMPLES / "llama3_8b.sh")], env=environment, capture_output=True, text=True
+        )
+        assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
+        assert "set it to a checkout" in done.stderr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -33,12 +32,3 @@ def test_groups_have_one_worker_thread(tmp_path):
     command = [sys.executable, "-c", ALONE, str(tmp_path / "store")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, "at exit\n"), done.stderr
-
-
-def test_who_makes_gloo_groups_says_one_thread():
-    made = re.compile(r"init_process_group\(\s*(\"gloo\"|backend|\"nccl\" if)")
-    files = [
-        file for name in ("scripts", "tests", "megatron_fused_ce") for file in (ROOT / name).rglob("*.py")
-    ]
-    makers = {file: file.read_text() for file in files if made.search(file.read_text())}
-    assert makers and all("gloo.use_one_thread()" in text for text in makers.values()), makers.keys()
