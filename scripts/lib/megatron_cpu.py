@@ -351,6 +351,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         if stand_in is None:
             return None
         spec = importlib.util.find_spec(fullname)  # by the other finders, and by this one: None
+        self._stand_ins[fullname] = stand_in  # who only asks for a spec imports nothing
         if spec is None or spec.loader is None:
             return None
         run_module = spec.loader.exec_module

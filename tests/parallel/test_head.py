@@ -110,7 +110,7 @@ def against_fp64(
             logits_backend=backend,
             merge=merge,
             skip_masked=skip_masked,
-            **options,
+            **{"ignore_index": None, **options},
         )
         inputs = replace(inputs, config=config)
         exact, eager = truth(inputs), plain_head(inputs, dtype)

@@ -60,7 +60,9 @@ def test_the_head_under_torchrun():
     if NUM_GPUS == 1:
         pytest.skip("2 ranks: there is 1 GPU")
     status, out, err = launch(
-        "tests/parallel/test_head.py", "-k", "pairs and store and (main_grad or frozen) and not scaled_exp"
+        "tests/parallel/test_head.py",
+        "-k",
+        "pairs and (store or recompute) and (main_grad or frozen) and not scaled_exp",
     )
     assert status == 0, out + err
     passed = re.search(r"^(\d+) passed", out, re.MULTILINE)
