@@ -20,7 +20,6 @@ from megatron_fused_ce.scripts.lib.results import REPOSITORY, RESULTS
 PAGES = figures_plan.PAGES | figures_results.PAGES
 #: Picture -> its figures.
 MEMORY = {
-    "memory-profile-head.png": "2026-11-21-h200-memory-head-llama3-8b.json",
     "memory-profile-1b.png": "2026-11-26-h100-80gb-hbm3-memory-launch.json",
 }
 

@@ -481,7 +481,7 @@ def report(found: Comparison, out: Path, source: Row, console: Console, caption:
     """Prints the table and the verdict, writes picture and figures; the exit status."""
     judge, rows = found.judge, list[Row]()
     how = ", paired by seed with" if judge.by_seed else " against"
-    head = ["", "over the seeds", "of each seed"][: 3 if judge.by_seed else 2]
+    head = ["", "over the seeds", "of each seed"] if judge.by_seed else ["", "difference"]
     table = tables.terminal(f"minus {judge.reference}; red: outside the bound", head)
     for figure in found.figures:
         names = [name for name in found.names if name in figure.values]
