@@ -49,7 +49,7 @@ def prepare(call: Call, spec: Spec) -> Prepared:
     ids = in_token_order(labels, labels, comm.num_parts).to(torch.int64)
     columns, ignored = columns_of(ids, comm, spec.vocab_start, config), None
     if (label := config.ignored_label) is not None:
-        ignored = labels == label
+        ignored = labels.long() == label  # int32 cannot hold each number that is ignored
         if label >= 0:
             columns = columns.masked_fill(ids == label, -1)
     read_again = spec.needs_grad and (spec.remakes or not spec.logits.saves_e)

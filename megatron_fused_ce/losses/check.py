@@ -322,6 +322,7 @@ def _read(rows: Rows, saved: Rows) -> list[Tensor]:
     """All that a term may read."""
     of_saved = (saved.one_minus_p, saved.label_shift, saved.terms.row_max, saved.terms.inv_sum)
     of_rows = (rows.loss, rows.one_minus_p, rows.label_shift, rows.log_probs, saved.log_probs)
+    of_rows += tuple(getattr(of, name) for of in (rows, saved) for name in ("lse", "log_sum"))
     return [*of_rows, *rows.extra.rows(), *of_saved]
 
 

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property, partial, reduce
 from operator import add
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -233,7 +233,7 @@ class Pull(NamedTuple):
 
 def tensors_of(value: Any, within: tuple[Any, ...] = ()) -> Iterator[Tensor]:
     """Tensors in a value, also in tuples, lists and dicts; those of a Module, and those that a function
-    closes over, if they require a gradient."""
+    closes over, has as defaults or is bound to, if they require a gradient."""
     inside: Iterable[Any] = ()
     if isinstance(value, Tensor):
         yield value
@@ -243,10 +243,13 @@ def tensors_of(value: Any, within: tuple[Any, ...] = ()) -> Iterator[Tensor]:
         inside = value
     elif isinstance(value, dict):
         inside = value.values()
+    elif isinstance(value, MethodType):
+        inside = value.__self__, value.__func__
     elif isinstance(value, partial):
         inside = value.func, value.args, value.keywords
     elif isinstance(value, FunctionType) and value not in within:
         captured = tuple(cell.cell_contents for cell in value.__closure__ or ())
+        captured += (value.__defaults__, value.__kwdefaults__)
         yield from (each for each in tensors_of(captured, (*within, value)) if each.requires_grad)
     for each in inside:
         yield from tensors_of(each, within)

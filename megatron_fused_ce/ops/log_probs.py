@@ -172,7 +172,7 @@ def _active(
         mask = mask.to(labels.device)
     if config is not None and config.skip_masked and not several:
         if config.ignored_label is not None:
-            known = labels.ne(config.ignored_label)
+            known = labels.long().ne(config.ignored_label)
             mask = known if mask is None else mask & known
         elif mask is None:
             return None, ValueError(

@@ -61,11 +61,13 @@ def stock_head(setting: Setting, name: str) -> HeadMemory:
     if not setting.training.gradient_fusion:
         products += setting.vocab_rows * setting.model.hidden_size
     waiting = setting.model.mtp_num_layers * path.waiting * logits
+    # Unfused, logits in fp32 become their softmax in place.
+    at_peak = path.at_peak - 2 * (name == "unfused" and setting.itemsize == 4)
     return HeadMemory(
         name,
         "",
         stock=True,
-        peak=round(max(path.at_peak * logits, setting.itemsize * products) + waiting) + 2 * CUBLAS_WORKSPACE,
+        peak=round(max(at_peak * logits, setting.itemsize * products) + waiting) + 2 * CUBLAS_WORKSPACE,
         workspaces=2 * CUBLAS_WORKSPACE,
         largest=round(path.largest * logits),
     )
@@ -96,7 +98,7 @@ def plugin_head(
         and config.logits_backend != "gemm_rows"
         and training.dtype == "bfloat16"
         and not (model.hidden_size % 8 or setting.vocab_rows % 8)
-        and not (config.label_smoothing and (config.logit_softcap or config.logit_precision == "activations"))
+        and not config.label_smoothing
     )
     accumulator = "main_grad" if training.gradient_bytes == 4 else "low_main_grad"
     inputs = PlanInputs(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -154,3 +155,26 @@ def test_lines_fit_80_columns(capsys):
     say.line("a word and --an-argument-with-hyphens " * 5)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) > 2 and all(len(line) <= 80 and line.startswith(say.PREFIX) for line in lines)
+
+
+def test_the_pages_show_these_lines(monkeypatch, capsys):
+    """Llama-3-8B's head at TP 4, 32768 tokens, as it runs on an H100."""
+    monkeypatch.setattr(say, "_said", set())
+    monkeypatch.setattr(say, "speaks", lambda group: True)
+    monkeypatch.setattr(report, "_tells_totals", True)
+    layer = megatron_head(FusedCEConfig()).output_layer
+    layer.tp_group, layer.output_size_per_partition = SimpleNamespace(size=lambda: 4), 32064
+    model = type("GPTModel", (), {"output_layer": layer, "config": layer.config})()
+    report.adopted(model, SimpleNamespace())
+    of_launch = {"num_parts": 4, "tp_size": 4, "device": "H100", "logits_backend": "scaled_exp"}
+    weights = {"token_weights_known": True, "wgrad_accumulator": "main_grad"}
+    inputs = PlanInputs(32768, 4096, 32064, **of_launch, **weights)
+    hidden = torch.empty(8192, 1, 4096, dtype=torch.bfloat16, device="meta")
+    report.evaluation_once(layer, hidden, plan(inputs), "")
+    said = capsys.readouterr().out
+    root = Path(__file__).parents[2]
+    assert f"```\n{said}```" in (root / "docs" / "options.md").read_text()
+    assert (
+        f"```\n{''.join(said.splitlines(keepends=True)[:3])}[fused-ce]   ...\n```"
+        in (root / "README.md").read_text()
+    )

@@ -225,3 +225,10 @@ def test_precision_of_logits(precision, dtype, strategy, device):
     result = run(inputs, FusedCEConfig(strategy, logit_precision=precision, num_chunks=num_chunks))
     torch.testing.assert_close(result.loss, plain, rtol=2e-6, atol=2e-6)
     assert_close(result, inputs)
+
+
+def test_an_ignored_id_that_int32_cannot_hold(device):
+    """No label of int32 is that one, whatever it becomes in int32."""
+    inputs = make_inputs("plain", s=8, b=1, hidden_size=4, vocab=11, dtype=torch.float32, device=device)
+    labels, config = torch.full_like(inputs.labels, 5).int(), FusedCEConfig(ignore_index=2**32 + 5)
+    assert fused_linear_cross_entropy(inputs.hidden, inputs.weight, labels, config=config).all()

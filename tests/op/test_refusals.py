@@ -152,6 +152,7 @@ REFUSED = {
             ({"terms": {"loss": 0.5 * Focal(ones(())) + losses.CrossEntropy()}}, T, "has a tensor"),
             ({"terms": {"loss": Focal((ones(()),))}}, T, "has a tensor"),
             ({"terms": {"loss": Focal(torch.nn.Linear(1, 1))}}, T, "has a tensor"),
+            ({"terms": {"loss": Focal(torch.nn.Linear(1, 1).forward)}}, T, "has a tensor"),
             ({"terms": {"loss": 0.5 * Focal(capture(trained(1)))}}, T, "has a tensor"),
             (_with(value=capture(trained(1))), T, "has a tensor"),
             ({"terms": {"loss": Late(2.0, 3.0)}}, T, "is equal to terms with another late"),

@@ -356,8 +356,7 @@ def test_options_of_a_named_model_are_among_the_flags():
     ("words", "rows"),
     [
         ("--fused-ce-mask-padded-vocab --fused-ce-skip-masked", False),
-        ("--fused-ce-label-smoothing 0.1", False),
-        ("--fused-ce-logit-softcap 30 --fused-ce-label-smoothing 0.1", True),
+        ("--fused-ce-label-smoothing 0.1", True),
         ("--fp16", True),
         ("--vocab-size 1001 --make-vocab-size-divisible-by 1", True),
     ],
