@@ -321,7 +321,7 @@ class Divergence(LogitsBackend):
         _, exponent = torch.frexp(bound)
         return torch.ldexp(torch.ones_like(bound), exponent.clamp(max=64) - FP16_BITS)
 
-    def bound_of(self, saved: SavedChunk, targets: Targets) -> Tensor:
+    def bound_of(self, saved: SavedChunk, targets: Targets, given: set[str]) -> Tensor:
         row_scale = saved.row_scale
         if row_scale is None:
             assert saved.terms is not None

@@ -408,12 +408,13 @@ def _scaled(
 
 def _bound(spec: Spec, tokens: Tokens, saved: Saved, upstream: Upstream) -> Tensor | None:
     """Upper bound of each token's gradients for an upstream gradient of 1, ``[parts, n]``; None for 1."""
-    if not spec.logits.outputs.unbounded:
+    given = {name for name, _ in upstream.beside} | ({"loss"} if upstream.of_loss else set())
+    if not given & spec.logits.outputs.unbounded.keys():
         return None
     bound = torch.ones_like(upstream.loss)
     for chunk, kept in zip(tokens.chunks, saved.chunks, strict=True):
         chunk_targets = saved.targets.of_chunk(chunk, partial(tokens.split, chunk=chunk))
-        found = spec.logits.bound_of(kept, chunk_targets)
+        found = spec.logits.bound_of(kept, chunk_targets, given)
         if found is not None:
             bound[:, chunk.start : chunk.stop] = found.view(len(bound), -1)
     return bound

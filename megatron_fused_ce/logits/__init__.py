@@ -201,10 +201,12 @@ class LogitsBackend:
         """
         raise NotImplementedError
 
-    def bound_of(self, saved: SavedChunk, targets: Targets) -> Tensor | None:
-        """What a row's gradient may reach for an upstream gradient of 1, fp32 ``[C]``, for fp16; from saved
-        terms or a saved row scale. None for 1."""
-        return None if saved.terms is None else self.outputs.bound_of(self.outputs.rows_of(saved.terms))
+    def bound_of(self, saved: SavedChunk, targets: Targets, given: set[str]) -> Tensor | None:
+        """What a row's gradient may reach for upstream gradients of 1 of the outputs ``given``, fp32 ``[C]``,
+        for fp16; from saved terms or a saved row scale. None for 1."""
+        if saved.terms is None:
+            return None
+        return self.outputs.bound_of(self.outputs.rows_of(saved.terms), given)
 
     def bound_ahead(self, others: OrderedTargets | None) -> Tensor | float | None:
         """The same for ``grad_in_forward``, before there are logits: ``[parts, n]``, or one for all."""

@@ -97,9 +97,9 @@ class LabelSetRows(GemmThenRows):
         rows = Rows(merged, None, self.outputs.num_classes, _of(targets).shares, scores.stats)
         return merged, self.outputs.values(rows)
 
-    def bound_of(self, saved: SavedChunk, targets: Targets) -> Tensor | None:
+    def bound_of(self, saved: SavedChunk, targets: Targets, given: set[str]) -> Tensor | None:
         assert saved.terms is not None
-        return self.outputs.bound_of(self.outputs.rows_of(saved.terms, _of(targets).shares))
+        return self.outputs.bound_of(self.outputs.rows_of(saved.terms, _of(targets).shares), given)
 
     def bound_ahead(self, others: OrderedTargets | None) -> Tensor | None:
         """The sum of a teacher's shares: no gradient of its labels is larger."""

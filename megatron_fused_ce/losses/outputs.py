@@ -271,17 +271,21 @@ class Outputs(RowOptions):
         return torch.stack(made[:3])
 
     @cached_property
-    def unbounded(self) -> tuple[Term, ...]:
+    def unbounded(self) -> dict[str, Term]:
         """Differentiable terms whose gradient may exceed its upstream gradient."""
-        beside = (self.by_name[name] for name in self.differentiable if name not in OUTPUTS)
+        beside = {name: self.by_name[name] for name in self.differentiable if name not in OUTPUTS}
         # Of LogProbs the upstream's size is that of all K.
-        given = tuple(term for term in beside if type(term) is not LogProbs)
-        return given if type(self.loss) is CrossEntropy else (self.loss, *given)
+        wide = {name: term for name, term in beside.items() if type(term) is not LogProbs}
+        return wide if type(self.loss) is CrossEntropy else {"loss": self.loss} | wide
 
-    def bound_of(self, rows: Rows) -> Tensor:
-        """By how much gradients of a chunk may exceed their upstream gradients, fp32 ``[C]``."""
+    def bound_of(self, rows: Rows, given: set[str]) -> Tensor:
+        """By how much gradients of a chunk may exceed their upstream gradients, fp32 ``[C]``.
+
+        Args:
+            given: the names of the outputs that have one.
+        """
         largest = torch.ones_like(rows.terms.row_max)
-        for term in self.unbounded:
+        for term in (term for name, term in self.unbounded.items() if name in given):
             largest = largest.maximum(term.pull(rows, 1.0).bound * torch.ones_like(largest))
         return largest
 

@@ -332,3 +332,26 @@ def test_what_is_no_term():
         torch.ones(3) * losses.CrossEntropy()
     with pytest.raises(TypeError):
         losses.CrossEntropy() + 1.0
+
+
+@dataclass(frozen=True)
+class Perplexity(losses.Term):
+    gives = ("at",)
+
+    def value(self, rows):
+        return torch.exp(rows.loss)
+
+    def pull(self, rows, upstream):
+        return losses.Pull(at=torch.exp(rows.loss) * upstream)
+
+
+def test_an_output_that_is_only_watched_leaves_fp16_its_digits(device):
+    """Its gradient could be e^28 times its upstream gradient, but it has none."""
+    inputs = make_inputs("plain", s=64, b=1, hidden_size=16, vocab=40, dtype=torch.float16, device=device)
+    made = []
+    for terms in ({}, {"watched": Perplexity()}):
+        hidden = (12 * inputs.hidden).detach().requires_grad_()
+        out = fused_linear_loss(hidden, inputs.weight, inputs.labels, {"loss": losses.CrossEntropy()} | terms)
+        out["loss"].mean().backward()
+        made.append(hidden.grad)
+    assert out["loss"].max() > 15 and torch.equal(*made)
