@@ -404,8 +404,8 @@ class Held:
         if is_library or type(found) is ModuleType:
             made, is_known = "", _is_of_library(found, owner, name, row.defined_in)
         else:
-            made, _ = _source_of(found, row.defined_in, name)
-            is_known = is_own(found, row.defined_in, name, known=True)
+            made, own = _source_of(found, row.defined_in, name)
+            is_known = own and made in FORMS.get((row.defined_in, name), ())
         self.digests.append(made)
         function = _seen_through(found)[0]
         if not is_known and made not in self._trusted:

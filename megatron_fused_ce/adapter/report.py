@@ -119,10 +119,9 @@ def _stock_words(layer: Any, tokens: int, dtype: torch.dtype) -> str:
     """What Megatron's own losses would hold on this rank."""
     num_logits = tokens * layer.output_size_per_partition
     waiting = memory.STOCK_BYTES_WAITING * (getattr(layer.config, "mtp_num_layers", None) or 0)
-    per_logit = dict(memory.STOCK_BYTES_PER_LOGIT)
-    per_logit["unfused"] -= 2 * (dtype == torch.float32)
     unfused, native = (
-        size_in_words(num_logits * (per_logit[name] + waiting)) for name in ("unfused", "native")
+        size_in_words(num_logits * (memory.stock_bytes_per_logit(loss, dtype == torch.float32) + waiting))
+        for loss in ("unfused", "native")
     )
     return f"Megatron's unfused loss {unfused}, its native one {native}"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 OLDEST = {"torch": (2, 6), "triton": (3, 2), "megatron-core": (0, 15)}
-#: A newer one runs if it has the patched functions (:mod:`.import_hook`), and the log says so.
+#: A newer one runs if it has the patched functions (:mod:`.import_hook`) in known forms (:mod:`.forms`).
 NEWEST_MEGATRON = (0, 19)
 
 

@@ -235,7 +235,7 @@ class Divergence(LogitsBackend):
                 if needs_grad and self.kind != "forward_kl":
                     mean = self.comm.over_shards_(mean.contiguous())
                     of_token = of_token._replace(mean=mean)
-            of_token = of_token._replace(row_scale=self._row_scale(student, teacher, of_token, targets))
+            of_token = of_token._replace(row_scale=self._row_scale(teacher, of_token, targets))
         if matrix is not None:
             with phase("grad-logits"):
                 made = self._gradient(student, teacher, of_token, targets, matrix, sums is None)
@@ -302,7 +302,7 @@ class Divergence(LogitsBackend):
             with_sums,
         )
 
-    def _row_scale(self, student: Side, teacher: Side, terms: Terms, targets: Targets) -> Tensor:
+    def _row_scale(self, teacher: Side, terms: Terms, targets: Targets) -> Tensor:
         """``[C]``: 1; for fp16 the inverse of the powers of two times which gradients are saved.
 
         Each entry of a row is at most 1, or ``KL + 1 / e`` for reverse_kl (docs/math.md), and of the label's

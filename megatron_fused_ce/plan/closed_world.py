@@ -85,9 +85,8 @@ class Argument:
     """One line of the file."""
 
     name: str
-    options: Mapping[
-        str, str
-    ]  # kinds of action: T and F set true and false, B either, v takes a value, * several
+    #: kinds of action: T and F set true and false, B either, v takes a value, * several
+    options: Mapping[str, str]
     defaults: tuple[str, ...]  # of each version; "." where it has no such argument
     which: str
     why: str

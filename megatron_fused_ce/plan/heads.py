@@ -16,23 +16,20 @@ from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.plan.setting import Setting
 from megatron_fused_ce.plan.static import CUBLAS_WORKSPACE
 from megatron_fused_ce.planner.choose import OverBudget, plan
-from megatron_fused_ce.planner.memory import MIB, STOCK_BYTES_PER_LOGIT, STOCK_BYTES_WAITING, PlanInputs
+from megatron_fused_ce.planner.memory import MIB, STOCK_BYTES_WAITING, PlanInputs, stock_bytes_per_logit
 
 
 class StockPath(NamedTuple):
-    """One of Megatron's own cross entropies behind its output layer: bytes a logit."""
+    """One of Megatron's own cross entropies: bytes a logit, beside those at its peak."""
 
-    at_peak: float
     waiting: float  # of a use of the head (multi-token prediction) until its backward
     largest: float  # of the largest tensor
 
 
-#: unfused: the fp32 softmax (4), and logits or their gradient in bf16 (2); native: fp32 softmax and its
-#: gradient, the gradient in bf16 (4 + 4 + 2); te: logits and their gradient in bf16 (2 + 2).
 STOCK_PATHS = {
-    "unfused": StockPath(STOCK_BYTES_PER_LOGIT["unfused"], STOCK_BYTES_WAITING, largest=4),
-    "native": StockPath(STOCK_BYTES_PER_LOGIT["native"], STOCK_BYTES_WAITING, largest=4),
-    "te": StockPath(4, waiting=2, largest=2),
+    "unfused": StockPath(STOCK_BYTES_WAITING, largest=4),
+    "native": StockPath(STOCK_BYTES_WAITING, largest=4),
+    "te": StockPath(waiting=2, largest=2),
 }
 
 
@@ -61,8 +58,7 @@ def stock_head(setting: Setting, name: str) -> HeadMemory:
     if not setting.training.gradient_fusion:
         products += setting.vocab_rows * setting.model.hidden_size
     waiting = setting.model.mtp_num_layers * path.waiting * logits
-    # Unfused, logits in fp32 become their softmax in place.
-    at_peak = path.at_peak - 2 * (name == "unfused" and setting.itemsize == 4)
+    at_peak = stock_bytes_per_logit(name, setting.itemsize == 4)
     return HeadMemory(
         name,
         "",

@@ -61,8 +61,14 @@ ROUNDED_FROM, ROUNDING_BYTES = 10 * MIB, MIB
 #: Megatron's own losses, at their peak, for each of the T * V logits: unfused the fp32 softmax (4) and, where
 #: logits are not fp32, they or their gradient (2); its native fusion the softmax and its gradient in fp32,
 #: and the gradient in bf16 (4 + 4 + 2). Of each further use that waits for its backward: the softmax (4).
+#: Transformer Engine's loss: logits and their gradient in bf16 (2 + 2).
 #: Measured: docs/benchmarks/results/2026-11-21-h200-reach-llama3-8b.json.
-STOCK_BYTES_PER_LOGIT, STOCK_BYTES_WAITING = {"unfused": 6, "native": 10}, 4
+STOCK_BYTES_PER_LOGIT, STOCK_BYTES_WAITING = {"unfused": 6, "native": 10, "te": 4}, 4
+
+
+def stock_bytes_per_logit(loss: str, in_fp32: bool) -> int:
+    """Of :data:`STOCK_BYTES_PER_LOGIT`; unfused, logits in fp32 become their softmax in place."""
+    return STOCK_BYTES_PER_LOGIT[loss] - 2 * (loss == "unfused" and in_fp32)
 
 
 @dataclass(frozen=True)

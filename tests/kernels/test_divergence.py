@@ -17,7 +17,6 @@ from tests.support.op import DTYPES
 ROWS = [pytest.param(divergence, id="triton"), pytest.param(rows_torch, id="torch")]
 KINDS = [("forward_kl", 0.5), ("reverse_kl", 0.5), ("jsd", 0.5), ("jsd", 0.1), ("jsd", 0.999)]
 EVERY = pytest.mark.parametrize("rows", ROWS)
-OF_KIND = pytest.mark.parametrize(("kind", "beta"), KINDS, ids=lambda value: str(value))
 
 
 def of_every(kinds=KINDS):

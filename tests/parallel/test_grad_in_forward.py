@@ -359,10 +359,6 @@ def test_an_all_masked_micro_batch(rank: Rank):
 # --- heads without a promise -------------------------------------------------------------------
 
 
-def unbroken(said: io.StringIO) -> str:
-    return said.getvalue().replace("\n[fused-ce]   ", " ")
-
-
 @contextlib.contextmanager
 def telling(rank: Rank, words: str):
     """Rank 0 says once why a head is not ``grad_in_forward``; in evaluation nobody does. What is said."""
@@ -375,7 +371,7 @@ def telling(rank: Rank, words: str):
             megatron.forward(model, rank, labels=True)
         assert "instead of" not in said.getvalue()
         yield said
-    lines = [line for line in unbroken(said).splitlines() if "instead of grad_in_forward" in line]
+    lines = [line for line in megatron.unbroken(said).splitlines() if "instead of grad_in_forward" in line]
     assert len(lines) == (rank.rank == 0) and all(words in line for line in lines), lines
 
 
@@ -389,7 +385,7 @@ def test_multi_token_prediction(rank: Rank):
             pair.take(lambda training, wrong=wrong: training.forward_backward(wrong), 2 - wrong, int(wrong))
             pair.step()
     for words in ("of the head of GPTModel (160 rows of 32) is not a scalar", "strategy recompute or store"):
-        assert unbroken(said).count(words) == (rank.rank == 0), words
+        assert megatron.unbroken(said).count(words) == (rank.rank == 0), words
 
 
 @on_ranks(*EITHER)

@@ -30,7 +30,7 @@ from megatron_fused_ce.plan.setting import (
     StepSettings,
 )
 from megatron_fused_ce.planner.choose import plan
-from megatron_fused_ce.planner.memory import MIB, PlanInputs
+from megatron_fused_ce.planner.memory import MIB, PlanInputs, stock_bytes_per_logit
 from megatron_fused_ce.scripts.dev import figures_plan as check_plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -489,7 +489,7 @@ def test_what_ran_out_of_memory_is_not_said_to_fit():
 
 
 def test_bytes_a_logit_are_those_that_were_measured():
-    used = {name: path.at_peak for name, path in heads.STOCK_PATHS.items()}
+    used = {name: stock_bytes_per_logit(name, in_fp32=False) for name in heads.STOCK_PATHS}
     measured = [
         (check_plan.STOCK[row["variant"]], check_plan.bytes_per_logit(row))
         for _, row in check_plan.head_rows()

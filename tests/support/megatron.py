@@ -145,6 +145,11 @@ class Flag:
         return [line for line in self.said.splitlines() if words in line]
 
 
+def unbroken(printed: io.StringIO) -> str:
+    """What was printed, each line of the log in one piece."""
+    return printed.getvalue().replace("\n[fused-ce]   ", " ")
+
+
 @contextlib.contextmanager
 def counted() -> Iterator[Flag]:
     """What happens inside, of which the :class:`Flag` knows at the end."""
@@ -159,7 +164,7 @@ def counted() -> Iterator[Flag]:
             yield seen
     finally:
         counts = counters.fused, counters.materialised, counters.stock
-        seen.counts, seen.said = counts, printed.getvalue().replace("\n[fused-ce]   ", " ")
+        seen.counts, seen.said = counts, unbroken(printed)
         print(seen.said, end="")
 
 
