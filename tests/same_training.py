@@ -4,9 +4,9 @@
     python -m tests.same_training --megatron ~/Megatron-LM --data build/text/real_text_document
 
 Launches an unmodified pretrain_gpt.py: 135 M parameters (12 layers of H 768, tied, V 65,024), 1,000 steps of
-8,192 tokens, one GPU a run and several runs a GPU: losses are not times. Runs of a seed begin with the same
-weights and see the same tokens. Then with the flag and an error in the middle one of its chunks of 1,024
-tokens, or everywhere (`PLANTS`), which should be seen. Of Megatron-LM 0.17, which has TE's loss.
+8,192 tokens, several runs a GPU: losses are not times. Megatron's words after -- go to each run. Runs of a
+seed begin with the same weights and see the same tokens. Then with the flag and an error in the middle one
+of its chunks, or everywhere (`PLANTS`), which should be seen. Of Megatron-LM 0.17, which has TE's loss.
 Each run's logs stay in OUT/NAME-SEED; `compare --paired` says what came of them, and draws it.
 
     torchrun ... -m tests.same_training plant NAME -m megatron_fused_ce.launch pretrain_gpt.py ...
@@ -32,10 +32,10 @@ from torch import Tensor
 from megatron_fused_ce.adapter.arguments import FLAG
 from megatron_fused_ce.cli.command_line import NO_LIMIT, Parser, command, seconds, whole, writable_folder
 from megatron_fused_ce.scripts.lib import gpu, launches, results
-from megatron_fused_ce.scripts.lib.launches import REFERENCE, STOCK, Started
+from megatron_fused_ce.scripts.lib.launches import NO_FUSED_WGRAD, REFERENCE, STOCK, Started
 from megatron_fused_ce.scripts.runs import compare
 
-NUM_CHUNKS = 8
+CHUNKS = "--fused-ce-num-chunks"
 MODEL = """
     --num-layers 12 --hidden-size 768 --ffn-hidden-size 2048 --num-attention-heads 12 --seq-length 512
     --max-position-embeddings 512 --micro-batch-size 16 --global-batch-size 16 --vocab-size 65023 --bf16
@@ -47,7 +47,6 @@ TRAINING = """
     --normalization RMSNorm --disable-bias-linear --attention-dropout 0 --hidden-dropout 0
     --no-create-attention-mask-in-dataloader --transformer-impl local --no-persist-layer-norm
     --no-masked-softmax-fusion --no-rope-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion
-    --no-gradient-accumulation-fusion
 """
 CPU = "--distributed-backend gloo --use-cpu-initialization --attention-backend unfused"
 
@@ -70,8 +69,8 @@ class _Backward(torch.autograd.Function):
 
 def _middle(call: Any) -> slice:
     """Of ``hidden`` [s, b, H]: the positions of the chunk in the middle."""
-    positions = call.hidden.shape[0]
-    return slice(positions // 2, positions // 2 + max(1, positions // NUM_CHUNKS))
+    positions, num_chunks = call.hidden.shape[0], int(sys.argv[sys.argv.index(CHUNKS) + 1])
+    return slice(positions // 2, positions // 2 + max(1, positions // num_chunks))
 
 
 def _no_grad_hidden(head: Callable[[Any], Any], call: Any) -> Any:
@@ -142,12 +141,13 @@ def words_of(options: Any, run: str, more: list[str]) -> list[str]:
     name, _, seed = run.rpartition("-")
     on_cpu, error = options.device == "cpu", name.removeprefix("planted-")
     module = ["-m", "megatron_fused_ce.scripts.lib.megatron_cpu"] if on_cpu else []
-    flags = STOCK.get(name, f"{FLAG} --fused-ce-num-chunks {NUM_CHUNKS}")
+    flags, ranks = STOCK.get(name, f"{FLAG} {CHUNKS} {options.chunks}"), options.tensor_parallel
+    flags += f" {NO_FUSED_WGRAD}" if ranks == 1 else f" --tensor-model-parallel-size {ranks}"
     if name not in STOCK:
         module = module or ["-m", "megatron_fused_ce.launch"]
     if error in PLANTS:
         module = ["-m", "tests.same_training", "plant", error, *module]
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     words = [*start, *module, str(options.megatron / "pretrain_gpt.py")]
     words += shlex.split(f"{MODEL} {TRAINING} {CPU if on_cpu else ''} --seed {seed} {flags}") + more
     # Megatron writes the order of the tokens there; runs of one seed that begin together would meet.
@@ -166,12 +166,13 @@ def launch_all(options: Any, runs: list[str], more: list[str]) -> dict[str, str]
 
     None is begun that would keep those beside it, or itself, from an end within the time.
     """
-    begun, num_devices, alone = time.monotonic(), max(1, torch.cuda.device_count()), math.inf
+    ranks, begun, alone = options.tensor_parallel, time.monotonic(), math.inf
+    num_places = max(1, torch.cuda.device_count() // ranks)
     waiting, came = list(runs), dict[str, str]()
     running: dict[int, tuple[str, Started, float]] = {}
     while waiting or running:
         left = options.time_limit - (time.monotonic() - begun)
-        for slot in range(num_devices * options.slots):
+        for slot in range(num_places * options.slots):
             if slot in running and (running[slot][1].process.poll() is not None or left <= 0):
                 run, started, since = running.pop(slot)
                 took = time.monotonic() - since
@@ -182,14 +183,13 @@ def launch_all(options: Any, runs: list[str], more: list[str]) -> dict[str, str]
                 alone = min(alone, took / options.slots) if figures.status == "ok" else alone
             if slot in running or not waiting:
                 continue
-            beside = [running[other][1].folder for other in running if (other - slot) % num_devices == 0]
+            beside = [running[other][1].folder for other in running if (other - slot) % num_places == 0]
             if (1 + sum(map(share_left, beside))) * (alone if alone < math.inf else 0) > left:
                 continue
             run = waiting.pop(0)
-            environment = {
-                "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-                "CUDA_VISIBLE_DEVICES": f"{slot % num_devices}",
-            }
+            first = slot % num_places * ranks
+            devices = ",".join(map(str, range(first, first + ranks)))
+            environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "CUDA_VISIBLE_DEVICES": devices}
             started = launches.start(words_of(options, run, more), options.out / run, environment)
             running[slot] = run, started, time.monotonic()
         if left <= 0 or not running:
@@ -208,8 +208,8 @@ def all_runs(device: str) -> list[str]:
 
 CAPTION = (
     "What remains to be doubted: sources and documentation are the text; a handful of seeds, one of each "
-    "planted error; less than one epoch; 512 tokens a sequence; TP 1; no flash attention; of Transformer "
-    "Engine its loss alone."
+    "planted error; less than one epoch; 512 tokens a sequence; no flash attention; of Transformer Engine "
+    "its loss alone."
 )
 
 
@@ -226,6 +226,9 @@ def main(words: list[str]) -> int:
     add("--data", type=lambda path: Path(path).resolve(), required=True, metavar="PREFIX")
     add("--device", choices=("cpu", "cuda"), default="cuda")
     add("--runs", nargs="+", metavar="NAME-SEED", help="[all]")
+    add("--chunks", type=whole(), default=8, help="of the head with the flag [8]")
+    add("--tensor-parallel", type=whole(), default=1, metavar="TP",
+        help="GPUs of a run [1]; from 2 on with gradient accumulation fusion")  # fmt: skip
     add("--slots", type=whole(), default=3, help="runs at a time on a GPU [3]")
     add("--time-limit", type=seconds, default=NO_LIMIT, metavar="S", help="of all")
     add("--out", type=Path, default=Path("build/same_training"))
