@@ -106,21 +106,59 @@ def speed_and_memory() -> str:
     return tables.markdown(head, lines).replace("---:|" * 9, "---:|" * 6 + "---|" * 3) + "\n"
 
 
+#: Heads alone: label of each column, and its variant.
+HEAD_COLUMNS = {
+    "flag, `auto`": "auto",
+    "Transformer Engine": "megatron-te",
+    "native": "megatron-native",
+    "unfused": "megatron-unfused",
+}
+MOE_HEADS = {"Qwen3-30B-A3B": "qwen3-30b-a3b", "gpt-oss-20b": "gpt-oss-20b", "DeepSeek-V3": "deepseek-v3"}
+TP2_HEADS = {
+    "H = 2048": ("2048x128256", 4096),
+    "H = 4096": ("llama-3-8b", 8192),
+    "the same": ("llama-3-8b", 32768),
+}
+
+
+def _heads(name: str, heads: dict[str, tuple[str, int]], columns: dict[str, str]) -> str:
+    """Time over three GEMMs, and GiB above inputs and outputs."""
+    file, lines = Results(name), []
+    for label, (shape, tokens) in heads.items():
+        rows = [file.row(shape=shape, variant=variant, T=tokens) for variant in columns.values()]
+        cells = [f"{_over_gemms(row)}, {row['peak_mib'] / 1024:.1f}" for row in rows]
+        lines.append([label, f"{tokens:,}", *cells])
+    return tables.markdown(["head", "tokens", *columns], lines) + "\n"
+
+
+def moe_heads() -> str:
+    heads = {label: (shape, 16384) for label, shape in MOE_HEADS.items()}
+    return _heads("2026-11-28-h200-moe", heads, HEAD_COLUMNS)
+
+
+def tp2_heads() -> str:
+    columns = {"flag, `auto`": "auto", "`grad_in_forward`": "grad_in_forward", **HEAD_COLUMNS}
+    return _heads("2026-11-28-h200-tp2-t39", TP2_HEADS, columns)
+
+
 #: Training seed by seed: label and name of each run, and the unit of each figure.
-PAIRED = "2026-11-26-h100-80gb-hbm3-paired"
+PAIRED, PAIRED_TP2 = "2026-11-26-h100-80gb-hbm3-paired", "2026-11-28-h200-paired-tp2"
+PAIRED_WINDOWS = ("loss, last 100", "loss, first 10", "grad norm, first 10")
 PAIRED_RUNS = {"flag": "flag", "native fusion": "native", "Transformer Engine's loss": "te"}
 PAIRED_UNITS = {"loss, last 100": "nats, mean", "loss, first 10": "nats, root mean square"}
 
 
-def same_training() -> str:
+def same_training(name: str = PAIRED) -> str:
     """What each run, over the seeds, differs from unfused by."""
-    rows: dict[str, dict[str, Row]] = {}
-    for row in Results(PAIRED).rows:
-        rows.setdefault(row["shape"].partition(", paired")[0], {})[row["variant"]] = row
+    rows: dict[str, dict[str, Row]] = {what: {} for what in PAIRED_WINDOWS}
+    for row in Results(name).rows:
+        what = row["shape"].partition(", paired")[0].removeprefix("lm ")
+        rows.get(what, {})[row["variant"]] = row
     head = [f"{what} ({PAIRED_UNITS.get(what, 'root mean square')})" for what in rows]
     lines = [
-        [label, *(f"{of[name]['over_seeds']:.1e}" for of in rows.values())]
-        for label, name in PAIRED_RUNS.items()
+        [label, *(f"{of[run]['over_seeds']:.1e}" for of in rows.values())]
+        for label, run in PAIRED_RUNS.items()
+        if run in rows[PAIRED_WINDOWS[0]]
     ]
     bounds = [f"{of['flag']['bound']:.1e}" for of in rows.values()]
     return tables.markdown(["minus unfused", *head], [*lines, ["bound", *bounds]]) + "\n"
@@ -146,7 +184,10 @@ def _inputs(row: Row) -> PlanInputs:
 
 #: Page -> its parts, by the name in their comments, and what makes each.
 PAGES = {
-    DOCS / "performance.md": {"whole steps": whole_steps},
+    DOCS / "performance.md": {"moe heads": moe_heads, "TP 2": tp2_heads, "whole steps": whole_steps},
     DOCS / "comparison.md": {"speed and memory": speed_and_memory},
-    DOCS / "numerics.md": {"same training": same_training},
+    DOCS / "numerics.md": {
+        "same training": same_training,
+        "same training, TP 2": lambda: same_training(PAIRED_TP2),
+    },
 }
