@@ -32,7 +32,7 @@ def text(x: float, y: float, words: str, kind: str = "ink", more: str = "") -> s
 
 
 def bar(x: float, variant: str, row: Row, capacity: float) -> list[str]:
-    """A bar with its GiB, under it its tokens/s; hatched up to the GPU's memory where the launch ran out of it."""
+    """A bar with its GiB, its tokens/s under it; hatched up to the GPU's memory where the launch ran out."""
     trained = row["status"] == "ok"
     gib = row["peak_mib"] / 1024 if trained else capacity
     height = (BASE - TOP) * gib / capacity
