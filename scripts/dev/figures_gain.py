@@ -44,7 +44,7 @@ def bar(x: float, variant: str, row: Row, capacity: float) -> list[str]:
         return [
             f'<rect {shape} class="{variant}" opacity="0.25"/>',
             f'<rect {shape} fill="url(#hatch)"/>',
-            f'<rect x="{middle - 10:g}" y="{half - 50:g}" width="20" height="100" class="page"/>',
+            f'<rect x="{middle - 10:g}" y="{half - 54:g}" width="20" height="108" class="page"/>',
             text(middle, half, "out of memory", "ink", turned),
             text(middle, BASE + 18, "–", "ink s"),
         ]
@@ -67,7 +67,7 @@ def drawn() -> str:
     )
     colours = [" ".join(f".{kind}{{fill:{colour}}}" for kind, colour in of.items()) for of in (LIGHT, DARK)]
     style = f"{colours[0]} @media (prefers-color-scheme: dark) {{ {colours[1]} }}"
-    style += " text{font:13px system-ui,sans-serif;text-anchor:middle} .faint,.s{font-size:11px}"
+    style += " text{font:14px system-ui,sans-serif;text-anchor:middle} .faint,.s{font-size:12.5px}"
     style += " .b{font-weight:700}" + "".join(
         f" {at}.b{{fill:{of['ink']}}}{end}"
         for at, of, end in (("", LIGHT, ""), ("@media (prefers-color-scheme: dark) {", DARK, "}"))
@@ -94,8 +94,8 @@ def drawn() -> str:
     x = 16
     for variant, name in LOSSES.items():
         parts += [
-            f'<rect x="{x}" y="{HEIGHT - 23}" width="11" height="11" class="{variant}"/>',
+            f'<rect x="{x:g}" y="{HEIGHT - 23}" width="11" height="11" class="{variant}"/>',
             text(x + 16, HEIGHT - 13, name, "ink", 'style="text-anchor:start"'),
         ]
-        x += 36 + 7 * len(name)
+        x += 32 + 7.4 * len(name)
     return "\n".join([*parts, "</svg>"]) + "\n"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import shlex
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -226,7 +227,8 @@ def printed(words: str) -> str:
     with contextlib.redirect_stdout(out):
         command.main(shlex.split(words))
     lines = [line.rstrip() for line in out.getvalue().splitlines()]
-    return "\n".join(["```", f"$ python -m megatron_fused_ce plan {words}", *lines, "```"])
+    typed = textwrap.wrap(f"$ python -m megatron_fused_ce plan {words}", 78, break_on_hyphens=False)
+    return "\n".join(["```", " \\\n    ".join(typed), *lines, "```"])
 
 
 #: Lengths of the page's table: more than 8192 tokens with what else is usual there.
@@ -288,12 +290,13 @@ TRAININGS = (
 )
 MEASURED = (
     "| [RL](docs/rl/index.md) | yes | at most "
-    "[0.70](docs/benchmarks/results/2026-11-26-h100-80gb-hbm3-rl-peers.md) of verl's time |",
+    "[0.70](docs/benchmarks/results/2026-11-26-h100-80gb-hbm3-rl-peers.md) of verl's time, "
+    "but 2.0 GiB, not 0.25 |",
     "| [distillation](docs/distillation.md) | yes | "
     "[2.95 GiB](docs/benchmarks/results/2026-11-26-h100-80gb-hbm3-distill-peers.md), "
     "a tenth of eager ModelOpt's |",
     "| [small heads](docs/performance.md#small-heads) | no | "
-    "up to [1.24](docs/benchmarks/2026-11-23.md) of `te`'s time |",
+    "up to [1.24](docs/benchmarks/2026-11-23.md) of Transformer Engine's time |",
 )
 #: Least share of the peak that is saved -> the word for it.
 WORDS = {0.1: "yes", 0.01: "some", -1.0: "no"}
@@ -308,7 +311,7 @@ def trainings() -> str:
         word = next(word for least, word in WORDS.items() if saved >= least)
         rows.append(f"| {label} | {word} | {f'−{saved:.0%}' if saved >= 0.005 else 'nothing'} |")
     plan_of_one, _ = printed("--model llama-3.2-1b --seq-length 32768").split("\n\n", 1)
-    asked = "\nAsk about your launch, by log or script too ([how](docs/plan.md)):\n"
+    asked = "\nAsk about your launch ([by log or script too](docs/plan.md)):\n"
     head = ["| you train | help? | for instance |", "|---|---|---|"]
     return "\n".join([*head, *rows, *MEASURED, asked, plan_of_one, "```", ""])
 
