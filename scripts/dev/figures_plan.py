@@ -260,7 +260,7 @@ TE_LOSS = " --cross-entropy-loss-fusion --cross-entropy-fusion-impl te"
 
 def help_table() -> str:
     """Of each training and length the predicted peaks, as `_peaks` writes them."""
-    head = ["8 H100s where not said: unfused, Transformer Engine's loss → with the flag; (does not fit)"]
+    head = ["you train"]
     head += [f"{tokens} tokens{', full recomputation' if more else ''}" for tokens, more in LENGTHS.items()]
     rows = [
         [label, *(_peaks(f"{words} --seq-length {tokens} {more}") for tokens, more in LENGTHS.items())]
