@@ -259,22 +259,22 @@ TE_LOSS = " --cross-entropy-loss-fusion --cross-entropy-fusion-impl te"
 
 
 def help_table() -> str:
-    """Of each training and length the predicted peaks, as `_peaks` writes them."""
-    head = ["you train"]
-    head += [f"{tokens} tokens{', full recomputation' if more else ''}" for tokens, more in LENGTHS.items()]
-    rows = [
-        [label, *(_peaks(f"{words} --seq-length {tokens} {more}") for tokens, more in LENGTHS.items())]
-        for label, words in HELP
-    ]
-    return table(head, rows) + "\n"
+    """Of each training and length the predicted peaks."""
+    rows = []
+    for label, words in HELP:
+        for tokens, more in LENGTHS.items():
+            peaks = _peaks(f"{words} --seq-length {tokens} {more}")
+            rows.append([label, f"{tokens}{' ¹' if more else ''}", *peaks])
+            label = ""
+    head = ["you train", "tokens", "unfused", "Transformer Engine's loss", "the flag"]
+    return table(head, rows) + "\n¹ with full recomputation\n"
 
 
-def _peaks(words: str) -> str:
+def _peaks(words: str) -> list[str]:
     """GiB unfused, with Transformer Engine's loss, with the flag; where a way does not fit, in brackets."""
     unfused, te = (command.plan_of(shlex.split(words + loss)).advice for loss in ("", TE_LOSS))
     ways = unfused.baseline, te.baseline, unfused.recommended
-    each = [f"{w.peak / GIB:.1f}" if w.verdict == "fits" else f"({w.peak / GIB:.1f})" for w in ways]
-    return f"{each[0]}, {each[1]} → {each[2]}"
+    return [f"{w.peak / GIB:.1f}" if w.verdict == "fits" else f"({w.peak / GIB:.1f})" for w in ways]
 
 
 #: What README's readers train, and a plan of it; then what was measured, with its page.
