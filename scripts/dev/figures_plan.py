@@ -267,7 +267,7 @@ def help_table() -> str:
             rows.append([label, f"{tokens}{' ¹' if more else ''}", *peaks])
             label = ""
     head = ["you train", "tokens", "unfused", "Transformer Engine's loss", "the flag"]
-    return table(head, rows) + "\n¹ with full recomputation\n"
+    return table(head, rows) + "\n\n¹ with full recomputation\n"
 
 
 def _peaks(words: str) -> list[str]:
