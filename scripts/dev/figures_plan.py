@@ -264,7 +264,8 @@ def help_table() -> str:
     for label, words in HELP:
         for tokens, more in LENGTHS.items():
             peaks = _peaks(f"{words} --seq-length {tokens} {more}")
-            rows.append([label, f"{tokens}{' ¹' if more else ''}", *peaks])
+            mark = "\N{NO-BREAK SPACE}¹" if more else ""
+            rows.append([label, f"{tokens}{mark}", *peaks])
             label = ""
     head = ["you train", "tokens", "unfused", "Transformer Engine's loss", "the flag"]
     return table(head, rows) + "\n\n¹ with full recomputation\n"
