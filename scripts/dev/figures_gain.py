@@ -91,7 +91,7 @@ def drawn() -> str:
         parts.append(text(left + (PITCH * 4 - PITCH + BAR) / 2, BASE + 40, f"{tokens} tokens", "ink"))
     parts.append(text(16, BASE + 18, "tokens/s", "ink s", 'style="text-anchor:start"'))
     parts.append(f'<rect x="16" y="{BASE}" width="{WIDTH - 32}" height="1" class="faint"/>')
-    x = 16
+    x = 16.0
     for variant, name in LOSSES.items():
         parts += [
             f'<rect x="{x:g}" y="{HEIGHT - 23}" width="11" height="11" class="{variant}"/>',

@@ -267,7 +267,7 @@ def help_table() -> str:
             mark = "\N{NO-BREAK SPACE}¹" if more else ""
             rows.append([label, f"{tokens}{mark}", *peaks])
             label = ""
-    head = ["you train", "tokens", "unfused", "Transformer Engine's loss", "the flag"]
+    head = ["you train", "tokens", "unfused", "`te`", "the flag"]
     return table(head, rows) + "\n\n¹ with full recomputation\n"
 
 
