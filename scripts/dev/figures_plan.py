@@ -237,7 +237,7 @@ EXAMPLES = "scripts/examples"
 #: Label, and the words of a plan but for its length.
 HELP = (
     (
-        "Llama-3.2-1B, one H200, full recomputation",
+        "Llama-3.2-1B ¹, one H200",
         "--model llama-3.2-1b --gpu h200-141gb --recompute-granularity full",
     ),
     ("Qwen3-4B, TP 2", "--model qwen3-4b --gpus 8 --tp 2 --sequence-parallel"),
