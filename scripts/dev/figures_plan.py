@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import shlex
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -226,7 +227,8 @@ def printed(words: str) -> str:
     with contextlib.redirect_stdout(out):
         command.main(shlex.split(words))
     lines = [line.rstrip() for line in out.getvalue().splitlines()]
-    return "\n".join(["```", f"$ python -m megatron_fused_ce plan {words}", *lines, "```"])
+    typed = textwrap.wrap(f"$ python -m megatron_fused_ce plan {words}", 78, break_on_hyphens=False)
+    return "\n".join(["```", " \\\n    ".join(typed), *lines, "```"])
 
 
 #: Lengths of the page's table: more than 8192 tokens with what else is usual there.
@@ -235,7 +237,7 @@ EXAMPLES = "scripts/examples"
 #: Label, and the words of a plan but for its length.
 HELP = (
     (
-        "Llama-3.2-1B, one H200, full recomputation",
+        "Llama-3.2-1B ¹, one H200",
         "--model llama-3.2-1b --gpu h200-141gb --recompute-granularity full",
     ),
     ("Qwen3-4B, TP 2", "--model qwen3-4b --gpus 8 --tp 2 --sequence-parallel"),
@@ -257,22 +259,23 @@ TE_LOSS = " --cross-entropy-loss-fusion --cross-entropy-fusion-impl te"
 
 
 def help_table() -> str:
-    """Of each training and length the predicted peaks, as `_peaks` writes them."""
-    head = ["8 H100s where not said: unfused, Transformer Engine's loss → with the flag; (does not fit)"]
-    head += [f"{tokens} tokens{', full recomputation' if more else ''}" for tokens, more in LENGTHS.items()]
-    rows = [
-        [label, *(_peaks(f"{words} --seq-length {tokens} {more}") for tokens, more in LENGTHS.items())]
-        for label, words in HELP
-    ]
-    return table(head, rows) + "\n"
+    """Of each training and length the predicted peaks."""
+    rows = []
+    for label, words in HELP:
+        for tokens, more in LENGTHS.items():
+            peaks = _peaks(f"{words} --seq-length {tokens} {more}")
+            mark = "\N{NO-BREAK SPACE}¹" if more else ""
+            rows.append([label, f"{tokens}{mark}", *peaks])
+            label = ""
+    head = ["you train", "tokens", "unfused", "`te`", "the flag"]
+    return table(head, rows) + "\n\n¹ with full recomputation\n"
 
 
-def _peaks(words: str) -> str:
+def _peaks(words: str) -> list[str]:
     """GiB unfused, with Transformer Engine's loss, with the flag; where a way does not fit, in brackets."""
     unfused, te = (command.plan_of(shlex.split(words + loss)).advice for loss in ("", TE_LOSS))
     ways = unfused.baseline, te.baseline, unfused.recommended
-    each = [f"{w.peak / GIB:.1f}" if w.verdict == "fits" else f"({w.peak / GIB:.1f})" for w in ways]
-    return f"{each[0]}, {each[1]} → {each[2]}"
+    return [f"{w.peak / GIB:.1f}" if w.verdict == "fits" else f"({w.peak / GIB:.1f})" for w in ways]
 
 
 #: What README's readers train, and a plan of it; then what was measured, with its page.
@@ -288,12 +291,13 @@ TRAININGS = (
 )
 MEASURED = (
     "| [RL](docs/rl/index.md) | yes | at most "
-    "[0.70](docs/benchmarks/results/2026-11-26-h100-80gb-hbm3-rl-peers.md) of verl's time |",
+    "[0.70](docs/benchmarks/results/2026-11-26-h100-80gb-hbm3-rl-peers.md) of verl's time, "
+    "but 2.0 GiB, not 0.25 |",
     "| [distillation](docs/distillation.md) | yes | "
     "[2.95 GiB](docs/benchmarks/results/2026-11-26-h100-80gb-hbm3-distill-peers.md), "
     "a tenth of eager ModelOpt's |",
     "| [small heads](docs/performance.md#small-heads) | no | "
-    "up to [1.24](docs/benchmarks/2026-11-23.md) of `te`'s time |",
+    "up to [1.24](docs/benchmarks/2026-11-23.md) of Transformer Engine's time |",
 )
 #: Least share of the peak that is saved -> the word for it.
 WORDS = {0.1: "yes", 0.01: "some", -1.0: "no"}
@@ -308,7 +312,7 @@ def trainings() -> str:
         word = next(word for least, word in WORDS.items() if saved >= least)
         rows.append(f"| {label} | {word} | {f'−{saved:.0%}' if saved >= 0.005 else 'nothing'} |")
     plan_of_one, _ = printed("--model llama-3.2-1b --seq-length 32768").split("\n\n", 1)
-    asked = "\nAsk about your launch, by log or script too ([how](docs/plan.md)):\n"
+    asked = "\nAsk about your launch ([by log or script too](docs/plan.md)):\n"
     head = ["| you train | help? | for instance |", "|---|---|---|"]
     return "\n".join([*head, *rows, *MEASURED, asked, plan_of_one, "```", ""])
 

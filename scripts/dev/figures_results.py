@@ -63,19 +63,19 @@ def whole_steps() -> str:
 #: The head alone: operands of a head that trained on text and random ones on one H100, and four H200s.
 TRAINED, ON_FOUR = "2026-11-26-h100-80gb-hbm3-trained-t39", "2026-11-21-h200-tp4-reach"
 FOUR = {"T": 32768, "tp": 4, "sp": True}
-#: Label and variant of each row, and what it can do, in the columns' order (docs/comparison.md has sources).
+#: Label and variant of each row.
 ROWS = (
-    ("Megatron unfused", "megatron-unfused", "yes", "yes", "yes"),
-    ("Megatron native fusion", "megatron-native", "yes", "yes", "yes"),
-    ("Megatron's layer + Transformer Engine's loss", "megatron-te", "yes", "yes", "yes"),
-    ("torch.compile", "torch-compile", "no", "yes", "no"),
-    ("Liger, its default", "liger", "no", "a fourth GEMM", "no"),
-    ("Liger, chunks of 4096 tokens", "liger-large-chunks", "no", "a fourth GEMM", "no"),
-    ("Cut Cross Entropy, its default filter", "cce", "TP", "yes", "no"),
-    ("Cut Cross Entropy, `cce_exact`", "cce-exact", "TP", "yes", "no"),
-    ("verl's linear cross entropy", "verl-tp", "TP, partly SP", "yes", "no"),
-    ("**this, `--fused-chunked-ce`**", "auto", "yes", "yes", "yes"),
-    ("this, `--fused-ce-strategy store`", "store", "yes", "yes", "yes"),
+    ("Megatron unfused", "megatron-unfused"),
+    ("Megatron native fusion", "megatron-native"),
+    ("Megatron's layer + Transformer Engine's loss", "megatron-te"),
+    ("torch.compile", "torch-compile"),
+    ("Liger, its default", "liger"),
+    ("Liger, chunks of 4096 tokens", "liger-large-chunks"),
+    ("Cut Cross Entropy, its default filter", "cce"),
+    ("Cut Cross Entropy, `cce_exact`", "cce-exact"),
+    ("verl's linear cross entropy", "verl-tp"),
+    ("**this, `--fused-chunked-ce`**", "auto"),
+    ("this, `--fused-ce-strategy store`", "store"),
 )
 
 
@@ -84,9 +84,9 @@ def speed_and_memory() -> str:
     trained, four = Results(TRAINED), Results(ON_FOUR)
     chosen = plan(_inputs(four.row(variant="megatron-unfused", **FOUR)))
     head = ["", "trained: time / GEMMs", "GiB", "error of `grad_hidden`", "random: time / GEMMs"]
-    head += ["four H200s, ms", "GiB", "TP and SP", "any upstream gradient", "`main_grad`"]
+    head += ["four H200s, ms", "GiB"]
     lines = []
-    for label, variant, *can in ROWS:
+    for label, variant in ROWS:
         cells = ["–"] * 6
         if row := trained.found(variant=variant, operands="trained"):
             cells[:3] = (
@@ -101,9 +101,8 @@ def speed_and_memory() -> str:
             wanted |= {"variant": strategy, "chunk_tokens": chosen.capacity}
         if row := four.found(**wanted):
             cells[4:] = f"{row['time_ms']:.0f}", f"{row['peak_mib'] / 1024:.1f}"
-        lines.append([label, *cells, *can])
-    # The last three columns are words.
-    return tables.markdown(head, lines).replace("---:|" * 9, "---:|" * 6 + "---|" * 3) + "\n"
+        lines.append([label, *cells])
+    return tables.markdown(head, lines) + "\n"
 
 
 #: Heads alone: label of each column, and its variant.
