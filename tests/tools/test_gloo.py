@@ -8,8 +8,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-#: All that a group was asked for is kept, but for its threads; what is to happen at exit does, before the
-#: process ends without the interpreter's own end.
 ALONE = """
 import atexit, datetime, sys, threading
 import torch, torch.distributed as dist
@@ -29,6 +27,7 @@ gloo.leave()
 
 
 def test_groups_have_one_worker_thread(tmp_path):
+    """All else that a group was asked for is kept; what is to happen at exit does, before the process ends."""
     command = [sys.executable, "-c", ALONE, str(tmp_path / "store")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, "at exit\n"), done.stderr

@@ -17,44 +17,33 @@ import torch
 from megatron_fused_ce.scripts.lib import gpu, launches, losses, results, runner
 from megatron_fused_ce.scripts.lib import logs as megatron_logs
 from megatron_fused_ce.scripts.runs import pretrain
-from tests.support.checkouts import FAKE_PRETRAIN, on_checkouts, stand_in
-from tests.support.commands import launches_without_torch, run_here
+from tests.support.checkouts import on_checkouts
+from tests.support.commands import run_here
 
 LOG = """\
- [2026-01-01 00:00:00.0] iteration        1/       5 | consumed samples:            8 | \
-elapsed time per iteration (ms): 341.1 | learning rate: 1.000000E-03 | global batch size:     8 | \
-lm loss: 5.537932E+00 | mtp_1 loss: 5.123535E+00 | loss scale: 1.0 | grad norm: 2.586 | \
-number of skipped iterations:   0 | number of nan iterations:   0 |
-[Rank 0] (after 1 iterations) memory (MB) | allocated: 6408.50 | max allocated: 10624.25 | \
-reserved: 11000.00 | max reserved: 12000.00
- validation loss at iteration 1 on validation set | lm loss value: 5.400000E+00 | lm loss PPL: 2E+02 |
+ [2026-01-01 00:00:00.0] iteration 1/ 5 | elapsed time per iteration (ms): 341.1 | lm loss: 5.537932E+00 | \
+mtp_1 loss: 5.123535E+00 | grad norm: 2.586 | number of skipped iterations:   0 |
+[Rank 0] (after 1 iterations) memory (MB) | allocated: 6408.50 | max allocated: 10624.25 |
 [fused-ce] heads: 12 fused, 3 on the stock path; logits materialised: 0
 """
 
 
 def test_log_as_megatron_writes_it():
-    figures = megatron_logs.parse_logs([LOG])
-    assert figures.losses == {"lm loss": [5.537932], "mtp_1 loss": [5.123535], "lm loss validation": [5.4]}
-    assert (figures.grad_norms, figures.iteration_times_ms) == ([2.586], [341.1])
-    assert figures.max_allocated_mb == 10624.25
-    counts = (figures.heads_fused, figures.logits_materialised, figures.heads_stock)
-    assert counts == (12, 0, 3)
-    # Exact figures replace the rounded ones.
-    exact = '[megatron_cpu] exact {"iteration": 1, "grad norm": 2.58612345, "lm loss": 5.53793219}'
-    figures = megatron_logs.parse_logs([f"{exact}\n{LOG}"])
-    assert figures.grad_norms == [2.58612345]
-    assert figures.losses["lm loss"] == [5.53793219]
-    # A skipped iteration has no loss.
+    """Exact figures of a stand-in for CUDA replace the rounded ones; a skipped iteration has no loss."""
+    exact = '[megatron_cpu] exact {"iteration": 1, "grad norm": 2.58612345, "lm loss": 5.53793219}\n'
+    for text, norm, loss in ((LOG, 2.586, 5.537932), (exact + LOG, 2.58612345, 5.53793219)):
+        found = megatron_logs.parse_logs([text])
+        assert found.losses == {"lm loss": [loss], "mtp_1 loss": [5.123535]}
+        assert (found.grad_norms, found.iteration_times_ms) == ([norm], [341.1])
+        assert (found.max_allocated_mb, found.heads_fused, found.heads_stock) == (10624.25, 12, 3)
     line = " iteration {} | loss scale: 2.0 |{} number of skipped iterations: {} |"
     seen = [("1/ 3", "", "  1"), ("2/ 3", "", "  2"), ("3/ 3", " lm loss: 5.0E+00 |", "  0")]
-    figures = megatron_logs.parse_logs(["\n".join(line.format(*words) for words in seen)])
-    assert (figures.skipped, figures.losses) == ([1, 2], {"lm loss": [5.0]})
+    found = megatron_logs.parse_logs(["\n".join(line.format(*words) for words in seen)])
+    assert (found.skipped, found.losses) == ([1, 2], {"lm loss": [5.0]})
 
 
 def test_largest_relative_difference():
-    def largest(*pair):
-        return losses.largest_relative_difference(*pair)
-
+    largest = losses.largest_relative_difference
     assert largest([5.0, 4.0], [5.0, 4.0]) == largest([math.nan], [math.nan]) == 0.0
     assert largest([5.0, 4.004], [5.0, 4.0]) == pytest.approx(1e-3)
     # Ended early; one not finite; nothing compared.
@@ -63,13 +52,6 @@ def test_largest_relative_difference():
 
 
 # --- the tool --------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def checkout_here(tmp_path):
-    """Where a Megatron-LM would be: a script that logs as Megatron does; its launches are not by torchrun."""
-    with launches_without_torch():
-        yield stand_in(tmp_path / "megatron-lm", FAKE_PRETRAIN)
 
 
 def planned(checkout, *words):
@@ -83,26 +65,26 @@ def after(words, flag):
     return words[len(words) - words[::-1].index(flag)]
 
 
-def test_launches_in_their_order(checkout_here):
+def test_launches_in_their_order(fake_checkout):
     words = ("--lengths", "131072", "16384", "--model=llama-3-8b:2", "--nproc=4", "--variants=auto,te-lifted")
-    runs = planned(checkout_here, *words)
+    runs = planned(fake_checkout, *words)
     names = [(run.case.num_tokens, run.variant) for run in runs]
     assert names == [(length, name) for length in (131072, 16384) for name in ("auto", "te-lifted")]
     long, lifted, short, _ = (run.words("M", ["torchrun"]) for run in runs)
     assert long[:5] == ["torchrun", "--nproc-per-node", "4", "-m", "megatron_fused_ce.launch"]
-    assert after(long, "--seq-length") == after(long, "--max-position-embeddings") == "131072"
-    assert (after(long, "--train-iters"), after(short, "--train-iters")) == ("4", "20")
-    assert (after(long, "--num-layers"), after(long, "--tensor-model-parallel-size")) == ("2", "4")
     # 128256 is not a multiple of 128 * 4, which Megatron would pad to.
-    assert after(long, "--make-vocab-size-divisible-by") == "32"
+    given = {"seq-length": "131072", "max-position-embeddings": "131072", "train-iters": "4"}
+    given |= {"num-layers": "2", "tensor-model-parallel-size": "4", "make-vocab-size-divisible-by": "32"}
+    assert {name: after(long, f"--{name}") for name in given} == given
+    assert after(short, "--train-iters") == "20"
     assert {"--bf16", "--sequence-parallel", launches.UNTIED, "--last"} <= set(long)
     assert "4 scripts/lib/runner.py --te-loss MEGATRON_LM/pretrain_gpt.py " in runs[1].command
     assert lifted[-3:] == ["--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "te"]
-    (one,) = planned(checkout_here, "--nproc=1", "--model=llama-3.2-1b", "--lengths=64", "--variants=auto")
+    (one,) = planned(fake_checkout, "--nproc=1", "--model=llama-3.2-1b", "--lengths=64", "--variants=auto")
     assert not {"--sequence-parallel", launches.UNTIED} & set(one.words("M", []))
 
 
-def test_from_command_line_to_files(checkout_here, tmp_path, monkeypatch):
+def test_from_command_line_to_files(fake_checkout, tmp_path, monkeypatch):
     """Out of memory is a result, and ends a variant's lengths. A second call launches nothing. An idle GPU's
     clock is not read."""
     monkeypatch.setattr(launches, "POLL_S", 0.01)
@@ -111,7 +93,7 @@ def test_from_command_line_to_files(checkout_here, tmp_path, monkeypatch):
     for name, values in {**readings, "temperature": (60, 60)}.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, values=values: values[device])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    words = (f"--megatron={checkout_here}", "--device=cuda", "--nproc=1", f"--out={tmp_path / 'out'}")
+    words = (f"--megatron={fake_checkout}", "--device=cuda", "--nproc=1", f"--out={tmp_path / 'out'}")
     words += ("--model=tiny", "--lengths", "128", "64", "256", "--variants=unfused,auto")
     words += ("--", "--most-tokens", "100", "--train-iters", "8")
     done = run_here(pretrain.main, *words)
@@ -125,15 +107,15 @@ def test_from_command_line_to_files(checkout_here, tmp_path, monkeypatch):
     assert (off["sm_mhz"], off["watts"], off["gpu"]["celsius"]) == (1500, 500, [60, 60, 60])
     assert "unfused 64 (out of memory at 128), auto 64 (out of memory at 128)." in done.stdout
     assert str(tmp_path) not in off["command"]
-    (checkout_here / "pretrain_gpt.py").write_text("raise SystemExit('launched again')")
+    (fake_checkout / "pretrain_gpt.py").write_text("raise SystemExit('launched again')")
     again = run_here(pretrain.main, *words)
     assert again.returncode == 0 and again.stdout.count("(kept)") == 4, again.stdout + again.stderr
 
 
-def test_a_broken_bound_is_status_1(checkout_here, tmp_path, monkeypatch):
+def test_a_broken_bound_is_status_1(fake_checkout, tmp_path, monkeypatch):
     wrong = "--fused-chunked-ce --fused-ce-num-chunks 4 --wrong"
     monkeypatch.setitem(pretrain.MORE_VARIANTS, "wrong", wrong)
-    words = (f"--megatron={checkout_here}", "--nproc=1", f"--out={tmp_path / 'out'}")
+    words = (f"--megatron={fake_checkout}", "--nproc=1", f"--out={tmp_path / 'out'}")
     words += ("--variants=unfused,native,wrong",)
     done = run_here(pretrain.main, *words)
     assert done.returncode == 1 and "loss differs by 2.2e-02, bound 1.0e-06" in done.stdout, done.stdout
@@ -154,8 +136,8 @@ def test_a_broken_bound_is_status_1(checkout_here, tmp_path, monkeypatch):
         ({"status": "failed", "error": "AssertionError"}, "failed AssertionError"),
     ],
 )
-def test_what_does_not_count_as_training(checkout_here, made, problem):
-    (run,) = planned(checkout_here, "--device=cpu", "--lengths=64", "--variants=auto")
+def test_what_does_not_count_as_training(fake_checkout, made, problem):
+    (run,) = planned(fake_checkout, "--device=cpu", "--lengths=64", "--variants=auto")
     same = {"losses": {"lm loss": [5.0]}, "grad_norms": [1.0], "iteration_times_ms": [9.0] * 5}
     ours = megatron_logs.Figures(**{**same, "heads_fused": 32, "logits_materialised": 0, **made})
     figures = {"unfused": megatron_logs.Figures(**same), "auto": ours}
@@ -182,13 +164,12 @@ def test_the_tool_on_a_checkout(checkout, tmp_path):
 
 def test_ways_of_running_out_of_memory():
     for line in (
-        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB.",
         "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)",
         "ncclUnhandledCudaError: Call to CUDA function failed. Cuda failure 2 'out of memory'",
     ):
         assert megatron_logs.parse_logs([f"[rank0]: {line}"]).status == "out of memory"
-    for other in ("> theoretical memory footprints: weight and optimizer=20000 MB", "AssertionError"):
-        assert megatron_logs.parse_logs([other]).status == "ok"
+    other = "> theoretical memory footprints: weight and optimizer=20000 MB"
+    assert megatron_logs.parse_logs([other]).status == "ok"
 
 
 RANK_AND_LAUNCHER = """
@@ -219,17 +200,12 @@ def test_hung_ranks_are_ended_with_their_launcher():
 
 
 def test_lifted_refusal_leaves_the_rest_of_the_check():
-    seen = []
-
     def validate_args(args, defaults):
-        assert args.cross_entropy_fusion_impl != "te", "refused"
-        seen.append((args.cross_entropy_fusion_impl, defaults))
-        args.checked = True
+        assert args.cross_entropy_fusion_impl == "native", "refused"
+        args.checked = defaults
         return args
 
     arguments = types.SimpleNamespace(validate_args=validate_args)
     runner.lift_te_refusal(arguments)
-    args = types.SimpleNamespace(cross_entropy_fusion_impl="te")
-    assert arguments.validate_args(args, {"a": 1}) is args
-    assert seen == [("native", {"a": 1})]
-    assert (args.cross_entropy_fusion_impl, args.checked) == ("te", True)
+    args = arguments.validate_args(types.SimpleNamespace(cross_entropy_fusion_impl="te"), {"a": 1})
+    assert (args.cross_entropy_fusion_impl, args.checked) == ("te", {"a": 1})

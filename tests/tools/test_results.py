@@ -32,13 +32,11 @@ def test_what_is_written_is_read_with_its_source(tmp_path):
     ("wrong", "words"),
     [
         ({"schema": 2}, "its schema is not 1"),
-        ({"made_by": []}, "no made_by"),
         ({"made_by": {"commit": "a", "device": "b"}}, "made_by lacks command, megatron, python"),
         ({"rows": {}}, "rows is no list"),
         ({"rows": [{}]}, "row 0 lacks host_ms, peak_mib, ratio, shape, spread, time_ms, variant"),
         ({"rows": [ROW | {"variant": ""}]}, "variant is no name"),
         ({"rows": [ROW | {"time_ms": "1"}]}, "time_ms is no number"),
-        ({"rows": [ROW | {"time_ms": True}]}, "time_ms is no number"),
         ({"rows": [ROW | {"peak_mib": -1}]}, "peak_mib is below 0"),
     ],
 )
