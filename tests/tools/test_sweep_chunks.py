@@ -185,66 +185,54 @@ def test_two_ranks_with_sequence_parallelism(forks, tmp_path):
 
 # --- launches ------------------------------------------------------------------------------------
 
-LAUNCH_KEYS = ["auto", "unfused", "native", "recompute x 1", "recompute x 4"]
+ENDS = "--bf16 --log-interval 1 --eval-iters 0 --exit-interval 5"
 
 
-def launched(
-    checkout: Path, *words: str, options=("--chunks", "4")
-) -> tuple[int, dict, dict[str, dict], str]:
+def launched(checkout: Path, *words: str, options=()) -> tuple[int, dict, dict[str, dict], str, list[str]]:
+    """`sweep`'s, and the words of the launches that it made."""
     given = ["--through-megatron", checkout, "--device", "cpu", "--strategies", "recompute"]
     given += ["--iterations", "5", "--warmup", "2", *options, "--out", checkout.parent / "out"]
+    log = checkout.parent / "launches.txt"
+    log.write_text("")
     done = run_here(sweep_chunks.main, *given, "--", "--bf16", *words)
-    return done.returncode, *written(checkout.parent / "out"), done.stdout + done.stderr
-
-
-def launches_so_far(checkout: Path) -> list[str]:
-    return (checkout.parent / "launches.txt").read_text().splitlines()
+    said = done.stdout + done.stderr
+    return done.returncode, *written(checkout.parent / "out"), said, log.read_text().splitlines()
 
 
 def test_launches(fake_checkout):
     """A later call keeps what ran."""
     words = ["--cross-entropy-loss-fusion", "--fused-ce-num-chunks", "7", "--fused-ce-merge", "packed"]
-    code, made_by, rows, said = launched(fake_checkout, *words, options=["--chunks", "1", "4"])
-    assert code == 0 and re.findall(r"^(.+): ok \(\d+ s\)$", said, re.MULTILINE) == list(rows) == LAUNCH_KEYS
+    code, made_by, rows, said, made = launched(fake_checkout, *words, options=["--chunks", "1", "4"])
+    names = ["auto", "unfused", "native", "recompute x 1", "recompute x 4"]
+    assert code == 0 and re.findall(r"^(.+): ok \(\d+ s\)$", said, re.MULTILINE) == list(rows) == names
     assert [r["peak_mib"] for r in rows.values()] == [500.0, 900.0, 900.0, 500.0, 500.0]
     # Without the first two iterations, which take longer.
     assert [r["time_ms"] for r in rows.values()] == pytest.approx([10, 10, 10, 12, 12])
     assert made_by["recommended"]["flags"] == "--fused-chunked-ce"
-    auto, unfused, native, one, four = launches_so_far(fake_checkout)
-    ends = "--bf16 --log-interval 1 --eval-iters 0 --exit-interval 5"
-    assert (unfused, auto) == (ends, f"{ends} --fused-chunked-ce --fused-ce-merge packed")
-    assert native == f"{ends} --cross-entropy-loss-fusion --cross-entropy-fusion-impl native"
-    assert four == f"{ends} {rows['recompute x 4']['flags']} --fused-ce-merge packed" and one != four
+    fused = [f"{ENDS} {rows[name]['flags']} --fused-ce-merge packed" for name in names]
+    assert made[1:3] == [ENDS, f"{ENDS} --cross-entropy-loss-fusion --cross-entropy-fusion-impl native"]
+    assert [made[0], *made[3:]] == [fused[0], *fused[3:]] and len(set(fused)) == 4
     assert rows["native"]["error"] == pytest.approx(1e-6 / 4.5, rel=0.05) and not rows["unfused"]["error"]
-    code, _, more, said = launched(fake_checkout, *words, options=["--chunks", "1", "4", "16"])
+    code, _, more, said, made = launched(fake_checkout, *words, options=["--chunks", "1", "4", "16"])
     assert code == 0 and said.count("(kept; --fresh launches again)") == 5
-    assert [line.split()[-3] for line in launches_so_far(fake_checkout)[5:]] == ["16"]
-    assert list(more.values())[:5] == list(rows.values())
-    launched(fake_checkout, *words, options=["--fresh", "--chunks", "4"])
-    assert len(launches_so_far(fake_checkout)) == 10
+    assert [line.split()[-3] for line in made] == ["16"] and list(more.values())[:5] == list(rows.values())
+    assert len(launched(fake_checkout, *words, options=["--fresh", "--chunks", "4"])[-1]) == 4
 
 
-@pytest.mark.parametrize(
-    ("word", "status", "code"),
-    [
-        ("--full", OUT_OF_MEMORY, 0),
-        ("--break", "failed: RuntimeError: no kernel for this GPU", 1),
-        ("--wrong", "losses differ from unfused's by 2.2e-02", 1),
-        ("--idle", "the head was not fused", 1),
-    ],
-)
-def test_a_launch_that_goes_wrong_is_a_row_and_tried_again(fake_checkout, word, status, code):
-    came, _, rows, _ = launched(fake_checkout, word)
-    bad = rows.pop("recompute x 4")
-    assert came == code and bad["status"] == status and not bad["on_front"]
-    assert all(r["status"] == "ok" for r in rows.values())
-    if word == "--break":
-        script = fake_checkout / "pretrain_gpt.py"
-        script.write_text(script.read_text().replace('raise RuntimeError("no kernel', '("'))
-        assert launched(fake_checkout, word)[0] == 0 and len(launches_so_far(fake_checkout)) == 5
-
-
-def test_what_megatron_refuses_ends_the_sweep(fake_checkout):
-    code, made_by, _, said = launched(fake_checkout, "--refused")
-    assert (code, made_by) == (2, {}) and "unrecognized arguments: --refused" in said.splitlines()[-1]
-    assert len(launches_so_far(fake_checkout)) == 1
+def test_a_launch_that_goes_wrong_is_a_row_and_tried_again(fake_checkout):
+    """But the first, which says that Megatron refuses the arguments."""
+    words = ["--full=4", "--break=8", "--wrong=16", "--idle=32"]
+    code, _, rows, *_ = launched(fake_checkout, *words, options=["--chunks", "2", "4", "8", "16", "32"])
+    assert code == 1 and {name: r["status"] for name, r in rows.items() if r["status"] != "ok"} == {
+        "recompute x 4": OUT_OF_MEMORY,
+        "recompute x 8": "failed: RuntimeError: no kernel for this GPU",
+        "recompute x 16": "losses differ from unfused's by 2.2e-02",
+        "recompute x 32": "the head was not fused",
+    }
+    assert not any(r["on_front"] for r in rows.values() if r["status"] != "ok")
+    script = fake_checkout / "pretrain_gpt.py"
+    script.write_text(script.read_text().replace('raise RuntimeError("no kernel', '("'))
+    code, _, _, _, made = launched(fake_checkout, *words, options=["--chunks", "2", "4", "8"])
+    assert code == 0 and len(made) == 1
+    code, _, _, said, made = launched(fake_checkout, "--refused")
+    assert code == 2 and "unrecognized arguments: --refused" in said.splitlines()[-1] and len(made) == 1
