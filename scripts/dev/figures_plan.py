@@ -34,7 +34,7 @@ GIB = 2**30
 
 #: Of the peak of a whole step and of a head alone. A graph's pool of its own is not counted.
 STEP_BOUND, HEAD_BOUND = 0.015, 0.035
-EXCEPTIONS = {"TP 4, CUDA graph": 0.04}
+EXCEPTIONS = {"graph": 0.04}
 #: Files of launches, in the order of the table.
 LAUNCHES = (
     *("longest-sequence", "tp4-pretrain-steps", "tp4-pretrain-long", "tp4-pretrain-reach"),
@@ -109,17 +109,8 @@ def compare_launch(name: str, row: dict[str, Any]) -> Compared:
     found = estimate(setting, head_of(setting, row["variant"]))
     trained = row["status"] == "ok"
     measured = row["peak_mib"] if trained else None
-    what = f"[{_plain(row['shape'])}](benchmarks/results/{DAY}{name}.json), {setting.num_tokens}"
+    what = f"[{row['shape']}]({DAY}{name}.json), {setting.num_tokens}"
     return Compared(what, row["variant"], measured, found.peak / MIB, found.bound.name)
-
-
-def _plain(shape: str) -> str:
-    """The results' word for a launch, where it is one of many words."""
-    names = {"losses": "TP 4", "vpp": "TP 2 x PP 2, virtual stages", "cp2": "TP 2 x CP 2"}
-    names |= {"mtp": "TP 2, MTP 1", "packed": "TP 2, packed", "graph": "TP 4, CUDA graph"}
-    names |= {"te-tp4-sp": "TP 4, dropout", "te-tp2-dp2-sp": "TP 2, dropout"}
-    names |= {"te-tp2-sp-nofusion": "TP 2, no fused wgrad", "local-tp2": "TP 2, Megatron's own layers"}
-    return names.get(shape, shape)
 
 
 def steps() -> list[Compared]:
@@ -165,16 +156,11 @@ def chunk_by_chunk(inputs: PlanInputs) -> Plan:
 
 
 def _head_alone(row: dict[str, Any]) -> Setting:
-    model = DecoderSizes(
-        num_layers=1,
-        hidden_size=row["H"],
-        num_attention_heads=row["tp"],
-        vocab_size=row["V"] * row["tp"],
-        ffn_hidden_size=row["tp"],
-        num_query_groups=row["tp"],
-        head_dim=1,
-    )
-    parallel = Parallel(gpus=row["tp"], tensor=row["tp"], sequence=row["sp"])
+    tp = row["tp"]
+    least = {"num_layers": 1, "head_dim": 1, "ffn_hidden_size": tp}
+    least |= {"num_attention_heads": tp, "num_query_groups": tp}
+    model = DecoderSizes(hidden_size=row["H"], vocab_size=row["V"] * tp, **least)
+    parallel = Parallel(gpus=tp, tensor=tp, sequence=row["sp"])
     setting = Setting(model, parallel, StepSettings(sequence=row["T"]), vocab_divisor=1)
     chunks = replace(setting.training.fused_ce, chunk_tokens=row["chunk_tokens"])
     return replace(setting, training=replace(setting.training, fused_ce=chunks))
@@ -182,13 +168,6 @@ def _head_alone(row: dict[str, Any]) -> Setting:
 
 def alone() -> list[Compared]:
     return [compare_head(name, row) for name, row in head_rows()]
-
-
-def bytes_per_logit(row: dict[str, Any]) -> float:
-    """What a measured head of Megatron's held of each logit, the rest taken off."""
-    grad_hidden = 2 * row["T"] * row["H"] // (row["tp"] if row["sp"] else 1)
-    held = row["peak_mib"] * MIB + grad_hidden - CUBLAS_WORKSPACE
-    return float(held / (row["T"] * row["V"]))
 
 
 # --- the page --------------------------------------------------------------------------------
@@ -208,16 +187,13 @@ def off_table() -> str:
         off: dict[str, list[float]] = {}
         for one in found:
             if one.measured is not None:
-                off.setdefault(_plain_loss(one.variant), []).append(one.off)
+                variant = STOCK.get(one.variant, one.variant).replace("auto", "the flag")
+                off.setdefault(variant, []).append(one.off)
         rows += [
             [f"{len(values)} {what}, {name}", _percent(min(values)), _percent(max(values))]
             for name, values in off.items()
         ]
     return table(["measured, by the loss", "least (planned − measured) / measured", "most"], rows)
-
-
-def _plain_loss(variant: str) -> str:
-    return variant.removeprefix("megatron-").removesuffix("-lifted").replace("auto", "the flag")
 
 
 def printed(words: str) -> str:
