@@ -111,7 +111,7 @@ def main(words: list[str]) -> int:
 
     from megatron_fused_ce.scripts.bench.problem import World
 
-    world = World(use_gpu=given.device == "cuda")
+    world = World(given.device == "cuda")
     device = torch.cuda.get_device_name() if world.on_gpu else "cpu"
     given.path = results.default_path(results.RESULTS, device, given.name) if path and not given.out else path
     try:

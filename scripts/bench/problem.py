@@ -38,12 +38,10 @@ Mark = Callable[[], object]
 
 
 class World:
-    """The ranks of this run, one tensor-parallel group. ``sequence_parallel`` may change between cells;
-    ``use_gpu`` None: where there is one."""
+    """The ranks of this run, one tensor-parallel group; ``sequence_parallel`` may change between cells."""
 
-    def __init__(self, sequence_parallel: bool = False, use_gpu: bool | None = None) -> None:
-        self.rank, self.size = int(os.environ.get("RANK", "0")), world_size()
-        self.on_gpu = torch.cuda.is_available() if use_gpu is None else use_gpu
+    def __init__(self, on_gpu: bool, sequence_parallel: bool = False) -> None:
+        self.rank, self.size, self.on_gpu = int(os.environ.get("RANK", "0")), world_size(), on_gpu
         self.device = torch.device("cuda", self.rank) if self.on_gpu else torch.device("cpu")
         self.sequence_parallel = sequence_parallel and self.size > 1
         if self.on_gpu:

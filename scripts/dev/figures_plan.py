@@ -172,7 +172,8 @@ def alone() -> list[Compared]:
 
 # --- the page --------------------------------------------------------------------------------
 
-EXAMPLE = "--model llama-3.2-1b --gpu h200-141gb --seq-length 131072 --recompute-granularity full"
+FULL = "--recompute-granularity full"
+EXAMPLE = f"--model llama-3.2-1b --gpu h200-141gb --seq-length 131072 {FULL}"
 
 
 def _percent(off: float) -> str:
@@ -206,29 +207,19 @@ def printed(words: str) -> str:
 
 
 #: Lengths of the page's table: more than 8192 tokens with what else is usual there.
-LENGTHS = {8192: "", 32768: "", 131072: "--recompute-granularity full"}
-EXAMPLES = "scripts/examples"
+LENGTHS = {8192: "", 32768: "", 131072: FULL}
+ON_8, SMALL, LARGE = "--gpus 8 --sequence-parallel --tp", "llama3_8b.sh", "llama3_70b.sh"
+EXAMPLES, OF_EXAMPLE = "../scripts/examples", f"--from-launch {REPOSITORY}/scripts/examples"
 #: Label, and the words of a plan but for its length.
 HELP = (
-    (
-        "Llama-3.2-1B, one H200, full recomputation",
-        "--model llama-3.2-1b --gpu h200-141gb --recompute-granularity full",
-    ),
-    ("Qwen3-4B, TP 2", "--model qwen3-4b --gpus 8 --tp 2 --sequence-parallel"),
-    (
-        f"[Llama-3-8B, TP 2](../{EXAMPLES}/llama3_8b.sh)",
-        f"--from-launch {REPOSITORY / EXAMPLES / 'llama3_8b.sh'}",
-    ),
-    ("Llama-3-8B, TP 4", "--model llama-3-8b --gpus 8 --tp 4 --sequence-parallel"),
-    ("Llama-2-13B, TP 4, V = 32000", "--model llama-2-13b --gpus 8 --tp 4 --sequence-parallel"),
-    ("OLMo-2-13B, TP 4, V = 100352", "--model olmo-2-13b --gpus 8 --tp 4 --sequence-parallel"),
-    (
-        f"[Llama-3-70B, TP 8, PP 4](../{EXAMPLES}/llama3_70b.sh), 64 GPUs",
-        f"--from-launch {REPOSITORY / EXAMPLES / 'llama3_70b.sh'}",
-    ),
+    ("Llama-3.2-1B, one H200, full recomputation", f"--model llama-3.2-1b --gpu h200-141gb {FULL}"),
+    ("Qwen3-4B, TP 2", f"--model qwen3-4b {ON_8} 2"),
+    (f"[Llama-3-8B, TP 2]({EXAMPLES}/{SMALL})", f"{OF_EXAMPLE}/{SMALL}"),
+    ("Llama-3-8B, TP 4", f"--model llama-3-8b {ON_8} 4"),
+    ("Llama-2-13B, TP 4, V = 32000", f"--model llama-2-13b {ON_8} 4"),
+    ("OLMo-2-13B, TP 4, V = 100352", f"--model olmo-2-13b {ON_8} 4"),
+    (f"[Llama-3-70B, TP 8, PP 4]({EXAMPLES}/{LARGE}), 64 GPUs", f"{OF_EXAMPLE}/{LARGE}"),
 )
-
-
 TE_LOSS = " --cross-entropy-loss-fusion --cross-entropy-fusion-impl te"
 
 
@@ -253,13 +244,10 @@ def _peaks(words: str) -> str:
 
 #: What README's readers train, and a plan of it; then what was measured, with its page.
 TRAININGS = (
-    ("1B, 131072 tokens", "--model llama-3.2-1b --gpu h200 --seq-length 131072 --recompute-granularity full"),
-    ("8B, TP 1, 32768 tokens", "--model qwen3-8b --gpus 8 --seq-length 32768 --recompute-granularity full"),
-    (
-        "GPT-OSS-20B, 16384 tokens",
-        "--model gpt-oss-20b --gpus 8 --ep 8 --seq-length 16384 --recompute-granularity full",
-    ),
-    ("8B, TP 4, 8192 tokens", "--model llama-3-8b --gpus 8 --tp 4 --sequence-parallel --seq-length 8192"),
+    ("1B, 131072 tokens", f"--model llama-3.2-1b --gpu h200 --seq-length 131072 {FULL}"),
+    ("8B, TP 1, 32768 tokens", f"--model qwen3-8b --gpus 8 --seq-length 32768 {FULL}"),
+    ("GPT-OSS-20B, 16384 tokens", f"--model gpt-oss-20b --gpus 8 --ep 8 --seq-length 16384 {FULL}"),
+    ("8B, TP 4, 8192 tokens", f"--model llama-3-8b {ON_8} 4 --seq-length 8192"),
     ("70B, TP 8", "--model llama-3-70b --gpus 64 --tp 8 --pp 4 --sequence-parallel --seq-length 8192"),
 )
 MEASURED = (

@@ -197,7 +197,7 @@ def of_head(given: argparse.Namespace, rows: list[Row], source: results.Row) -> 
     from megatron_fused_ce.scripts.bench import loss, measure
     from megatron_fused_ce.scripts.bench.problem import World
 
-    world = World(given.sequence_parallel, use_gpu=given.device == "cuda")
+    world = World(given.device == "cuda", given.sequence_parallel)
     on_cpu = f"{source['device']}, {torch.get_num_threads()} threads"
     facts = {"what": "head", "dtype": given.dtype, "tp": world.size, "blocks": given.blocks}
     facts["sample_ms"] = given.sample_ms

@@ -35,7 +35,7 @@ def bench(tmp_path, *words: object, main=benchmark.main) -> tuple[int, dict[str,
 
 @pytest.fixture
 def world():
-    group = World(use_gpu=False)
+    group = World(on_gpu=False)
     yield group
     group.close()
 
@@ -161,7 +161,7 @@ def test_operands_of_a_trained_head(tmp_path):
     there = torch.nn.functional.cross_entropy(hidden.double() @ weight.double().t(), labels).item()
     assert (hidden.dtype, len(hidden), weight.shape) == (torch.bfloat16, 64, (300, 32))
     assert there == pytest.approx(about["held_out_loss"], rel=0.01) and there < 5.5  # of 5.7
-    cell, world = replace(Cell.of("32x300", 48), operands=file), World(use_gpu=False)
+    cell, world = replace(Cell.of("32x300", 48), operands=file), World(on_gpu=False)
     same, alike = (loss.Loss(replace(cell, origin=o), world, torch.bfloat16) for o in ("", cases.ALIKE))
     world.close()
     assert torch.equal(same.labels, alike.labels) and torch.equal(same.labels, labels[:48])
@@ -343,7 +343,7 @@ def test_bare_products_run_on_the_true_gradients(world, monkeypatch, op):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_peers_say_that_they_know_no_such_ranks(ranks):
     there = SimpleNamespace(on_gpu=True, size=ranks)
-    fit, unfit = (cases.PEERS, cases.OVER_RANKS)[:: 3 - 2 * ranks]
+    fit, unfit = (cases.PEERS, cases.OVER_RANKS) if ranks == 1 else (cases.OVER_RANKS, cases.PEERS)
     words = "knows no tensor parallelism" if ranks == 2 else "needs several ranks"
     why = {case.name: case.why_not for case in loss.peers(there, [*fit, *unfit])}
     assert why == dict.fromkeys(fit) | dict.fromkeys(unfit, words)
