@@ -26,10 +26,10 @@ BRIEF = ["--device=cpu", "--tokens", "96", "--blocks=2", "--sample-ms=1", "--dty
 TINY, HEAD = ["--shapes", "tiny"], ["--shapes", "32x640"]
 
 
-def bench(tmp_path, *words: object, main=benchmark.main) -> tuple[int, dict[str, dict]]:
+def bench(tmp_path, *words: str) -> tuple[int, dict[str, dict]]:
     """Exit code and rows by name of one run; no rows where no file was written."""
     path = tmp_path / "out.json"
-    code = main([*BRIEF, *map(str, words), f"--out={path}"])
+    code = benchmark.main([*BRIEF, *words, f"--out={path}"])
     return code, {row["variant"]: row for row in results.rows(path)} if path.exists() else {}
 
 
@@ -209,9 +209,9 @@ def test_another_commit_beside_this_one(tmp_path):
     (tmp_path / "old" / "megatron_fused_ce").mkdir(parents=True)
     (tmp_path / "old" / "megatron_fused_ce" / "__init__.py").write_text(OLD)
     before = dict(sys.modules)
-    words = ["--shapes", "8x64/rank", "--blocks=6", "--strategies", "store", "--old", tmp_path / "old"]
+    words = ["--preset=commits", "--shapes", "8x64/rank", "--blocks=6", "--strategies", "store"]
     try:
-        code, rows = bench(tmp_path, *words, main=commits.main)
+        code, rows = bench(tmp_path, *words, f"--old={tmp_path / 'old'}")
     finally:
         commits.ASIDE.clear()
     assert {name: module for name, module in sys.modules.items() if name in before} == before

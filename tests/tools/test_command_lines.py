@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 #: The most a refusal may take: most of it is Python's start.
 MOST_SECONDS = 5.0
 #: Behind `python -m`, or `python -m megatron_fused_ce`.
-SCRIPTS = ["bench", "bench.commits", "bench.trained", "runs.pretrain", "runs.real_text", "demo"]
+SCRIPTS = ["bench", "bench.trained", "runs.pretrain", "runs.real_text", "demo"]
 READERS = [name for name in COMMANDS if name != "autoload"]
 READERS += [*(f"scripts.{name}" for name in SCRIPTS), "tests.same_training", "tests.soak"]
 
@@ -108,14 +108,12 @@ REFUSED = {
         ("--peers ligre", "invalid choice: 'ligre'"),
         ("--preset trained", "--preset trained needs --operands"),
         ("--preset commits", "--preset commits needs --old"),
+        ("--preset commits --old empty-folder", "empty-folder/megatron_fused_ce/__init__.py is no file"),
         ("--operands none.pt", "none.pt is no file"),
         ("--device cpu --shapes tiny --operands empty", "empty has no operands of tiny"),
         ("--device cpu --shapes tiny --out /dev/null/x.json", "cannot write to /dev/null"),
     ],
     "scripts.bench.trained": [("made.pt --device cpu --text empty-folder", "too little text for --tokens")],
-    "scripts.bench.commits": [
-        ("", "--old"), ("--old empty-folder", "empty-folder/megatron_fused_ce/__init__.py is no file"),
-    ],
     "sweep": [
         ("--device cuda --out out", "expected 1 GPUs, found 0: use --device cpu"),
         ("--device cpu --out /dev/null/x", "cannot write to /dev/null/x"),
