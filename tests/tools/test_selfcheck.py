@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import torch
 
 from megatron_fused_ce.losses.label import CrossEntropy
 from megatron_fused_ce.losses.terms import Pull
 from megatron_fused_ce.scripts.runs import selfcheck
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def selfchecked(tmp_path, capsys):
@@ -41,15 +36,7 @@ def test_right_and_wrong(tmp_path, capsys, monkeypatch):
 
 
 def test_without_triton(tmp_path, capsys, monkeypatch):
-    """A CPU needs none; on a GPU it is said once, not of a hundred calls."""
-    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['triton'] = None")
-    words = ["--device", "cpu", "--calls", "12", "--out", "found.json"]
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_fused_ce", "selfcheck", *words],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0 and "12 calls against fp64, 0 wrong" in done.stdout, done.stderr
-    assert json.loads((tmp_path / "found.json").read_text())["calls"] == 12
+    """On a GPU it is said once, not of a hundred calls; tests/project/test_packaging.py: a CPU needs none."""
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert selfcheck.main(["--out", str(tmp_path / "none.json")]) == 2
