@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -260,32 +258,17 @@ def test_intervals_of_medians():
     assert 0.955 < inside / 4000 < 0.975  # 0.965 by the binomial
 
 
-def test_blocks_hold_everything_in_changing_order(world, monkeypatch):
-    """After one turn of each; of the base two, whose mean counts."""
+def test_blocks_hold_everything_in_changing_order(tmp_path, monkeypatch):
     seen = []
 
-    class Named(Case):
-        @contextmanager
-        def ready(self, problem):
-            yield self.name
+    def named(name):
+        return Case(name, PEER, lambda problem: seen.append(name) or plain(problem))
 
-    def turned(name, world, warm, steps):
-        seen.append((name, warm, steps))
-        return [1.0, 2.0, 3.0, float(len(seen))]
-
-    monkeypatch.setattr(measure, "turn", turned)
-    outcomes = {name: measure.Outcome(Named(name, PEER)) for name in ("roof", "store", "te")}
-    problem = SimpleNamespace(world=world, reset=lambda: None)
-    measure.time_cases(outcomes, problem, SimpleNamespace(sample_ms=9.0, blocks=6))
-    assert seen[:3] == [(name, 1, 1) for name in outcomes]
-    assert {(warm, steps) for _, warm, steps in seen[3:]} == {(measure.WARM, 3)}
-    names = [name for name, *_ in seen[3:]]
-    blocks = [tuple(names[at : at + 4]) for at in range(0, len(names), 4)]
-    assert len(blocks) == 6 and len(set(blocks)) > 3
-    assert all(sorted(block) == ["roof", "roof", "store", "te"] for block in blocks)
-    roofs = [4.0 + at for at, name in enumerate(names) if name == "roof"]
-    means = [(a + b) / 2 for a, b in zip(roofs[::2], roofs[1::2], strict=True)]
-    assert [sample[3] for sample in outcomes["roof"].samples] == means
+    monkeypatch.setattr(loss, "megatron", lambda world: [named("a"), named("b")])
+    bench(tmp_path, *TINY, "--blocks=6", "--sample-ms=0", "--strategies", "store")
+    turns = seen[-6 * 2 * (measure.WARM + 1) :: measure.WARM + 1]
+    blocks = list(zip(turns[::2], turns[1::2], strict=True))
+    assert len(blocks) == 6 and set(blocks) == {("a", "b"), ("b", "a")}
 
 
 @pytest.mark.parametrize("op", [loss.OP, distill.OP, rl.OP])

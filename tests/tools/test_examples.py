@@ -41,8 +41,8 @@ def megatron():
 def run(megatron, tmp_path):
     """Runs an example as rank 0, a probe in the place of Megatron's scripts: status, output, findings."""
     checkout, torchrun = tmp_path / "Megatron-LM", tmp_path / "bin" / "torchrun"
-    for folder in (checkout, torchrun.parent):
-        folder.mkdir()
+    checkout.mkdir()
+    torchrun.parent.mkdir()
     for script in ("pretrain_gpt.py", "pretrain_hybrid.py"):
         (checkout / script).symlink_to(ROOT / "tests" / "support" / "pretrain_probe.py")
     torchrun.write_text(TORCHRUN)
@@ -97,19 +97,18 @@ def test_settings_and_arguments_of_the_caller_count(run):
     assert status == 1 and "disabled due to stability issues" in output
 
 
-def test_the_scripts_source_launch_sh_and_add_one_line():
-    """Without the flag's line the words are stock Megatron's; no checkout is one line and status 2."""
+@pytest.mark.parametrize("path", ["", "/nowhere"])
+def test_no_checkout_is_one_line_and_status_2(path):
+    environment = os.environ | {"MEGATRON_LM_PATH": path}
+    done = subprocess.run(EXAMPLES / "llama3_8b.sh", env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
+    assert "set it to a checkout" in done.stderr
+
+
+def test_the_scripts_add_one_line():
+    """Without it the words are stock Megatron's."""
     assert {path.stem for path in EXAMPLES.glob("*.sh")} == {*LAUNCHES, "launch"}
     for name in LAUNCHES:
-        lines = (EXAMPLES / f"{name}.sh").read_text().splitlines()
-        code = [line.strip() for line in lines if not line.lstrip().startswith("#")]
-        assert [line for line in code if "fused" in line] == ["--fused-chunked-ce"], name
-    for path in ("", "/nowhere"):
-        done = subprocess.run(
-            EXAMPLES / "llama3_8b.sh",
-            env=os.environ | {"MEGATRON_LM_PATH": path},
-            capture_output=True,
-            text=True,
-        )
-        assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
-        assert "set it to a checkout" in done.stderr
+        lines = (line.strip() for line in (EXAMPLES / f"{name}.sh").read_text().splitlines())
+        fused = [line for line in lines if "fused" in line and not line.startswith("#")]
+        assert fused == ["--fused-chunked-ce"], name

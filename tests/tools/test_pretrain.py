@@ -2,46 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import time
-import types
-from pathlib import Path
-
 import pytest
 import torch
 
-from megatron_fused_ce.scripts.lib import gpu, launches, results, runner
-from megatron_fused_ce.scripts.lib import logs as megatron_logs
+from megatron_fused_ce.scripts.lib import gpu, launches, results
 from megatron_fused_ce.scripts.runs import pretrain
 from tests.support.checkouts import on_checkouts
 from tests.support.commands import run_here
-
-LOG = """\
- [2026-01-01 00:00:00.0] iteration 1/ 5 | elapsed time per iteration (ms): 341.1 | lm loss: 5.537932E+00 | \
-mtp_1 loss: 5.123535E+00 | grad norm: 2.586 | number of skipped iterations:   0 |
-[Rank 0] (after 1 iterations) memory (MB) | allocated: 6408.50 | max allocated: 10624.25 |
-[fused-ce] heads: 12 fused, 3 on the stock path; logits materialised: 0
-"""
-
-
-def test_log_as_megatron_writes_it():
-    """Exact figures of a stand-in for CUDA replace the rounded ones; a skipped iteration has no loss."""
-    exact = '[megatron_cpu] exact {"iteration": 1, "grad norm": 2.58612345, "lm loss": 5.53793219}\n'
-    for text, norm, loss in ((LOG, 2.586, 5.537932), (exact + LOG, 2.58612345, 5.53793219)):
-        found = megatron_logs.parse_logs([text])
-        assert found.losses == {"lm loss": [loss], "mtp_1 loss": [5.123535]}
-        assert (found.grad_norms, found.iteration_times_ms) == ([norm], [341.1])
-        assert (found.max_allocated_mb, found.heads_fused, found.heads_stock) == (10624.25, 12, 3)
-    line = " iteration {} | loss scale: 2.0 |{} number of skipped iterations: {} |"
-    seen = [("1/ 3", "", "  1"), ("2/ 3", "", "  2"), ("3/ 3", " lm loss: 5.0E+00 |", "  0")]
-    found = megatron_logs.parse_logs(["\n".join(line.format(*words) for words in seen)])
-    assert (found.skipped, found.losses) == ([1, 2], {"lm loss": [5.0]})
-
-
-# --- the tool --------------------------------------------------------------------------------
 
 
 def planned(checkout, *words):
@@ -137,55 +104,3 @@ def test_the_tool_on_a_checkout(checkout, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     unfused, store = results.rows(tmp_path / "results.json")
     assert (unfused["status"], store["problems"]) == ("ok", []) and store["loss_difference"] < 1e-6
-
-
-# --- what launches are made of ---------------------------------------------------------------
-
-
-def test_ways_of_running_out_of_memory():
-    for line in (
-        "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)",
-        "ncclUnhandledCudaError: Call to CUDA function failed. Cuda failure 2 'out of memory'",
-    ):
-        assert megatron_logs.parse_logs([f"[rank0]: {line}"]).status == "out of memory"
-    other = "> theoretical memory footprints: weight and optimizer=20000 MB"
-    assert megatron_logs.parse_logs([other]).status == "ok"
-
-
-RANK_AND_LAUNCHER = """
-import subprocess, sys, time
-rank = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
-rank += "print(1, flush=True); time.sleep(600)"
-child = subprocess.Popen([sys.executable, "-c", rank], stdout=subprocess.PIPE, start_new_session=True)
-child.stdout.readline()
-print(child.pid, flush=True)
-time.sleep(600)
-"""
-
-
-def test_hung_ranks_are_ended_with_their_launcher():
-    """torchrun gives each rank a session of its own: killing the launcher's group spares them."""
-    launcher = subprocess.Popen(
-        [sys.executable, "-c", RANK_AND_LAUNCHER], stdout=subprocess.PIPE, start_new_session=True
-    )
-    rank = int(launcher.stdout.readline())
-    launches.end_launch(launcher, grace_s=0.5)
-    assert launcher.poll() is not None
-    for _ in range(50):
-        if not Path(f"/proc/{rank}").exists() or " Z " in Path(f"/proc/{rank}/stat").read_text():
-            return
-        time.sleep(0.1)
-    os.kill(rank, signal.SIGKILL)
-    pytest.fail("the rank outlived end_launch")
-
-
-def test_lifted_refusal_leaves_the_rest_of_the_check():
-    def validate_args(args, defaults):
-        assert args.cross_entropy_fusion_impl == "native", "refused"
-        args.checked = defaults
-        return args
-
-    arguments = types.SimpleNamespace(validate_args=validate_args)
-    runner.lift_te_refusal(arguments)
-    args = arguments.validate_args(types.SimpleNamespace(cross_entropy_fusion_impl="te"), {"a": 1})
-    assert (args.cross_entropy_fusion_impl, args.checked) == ("te", {"a": 1})
