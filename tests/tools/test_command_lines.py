@@ -20,8 +20,7 @@ import pytest
 from megatron_fused_ce.__main__ import COMMANDS
 from megatron_fused_ce.cli import command_line
 from megatron_fused_ce.cli.command_line import Parser, UsageError, command, number, whole
-from tests.support.checkouts import FAKE_PRETRAIN, stand_in
-from tests.support.commands import launches_without_torch, run_here
+from tests.support.commands import run_here
 
 ROOT = Path(__file__).resolve().parents[2]
 #: The most a refusal may take: most of it is Python's start.
@@ -137,15 +136,15 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("name", "line", "said"), [(n, *row) for n, rows in REFUSED.items() for row in rows])
-def test_what_is_refused_is_one_line_and_writes_nothing(name, line, said, tmp_path, monkeypatch):
+def test_what_is_refused_is_one_line_and_writes_nothing(
+    name, line, said, tmp_path, monkeypatch, fake_checkout
+):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty-folder").mkdir()
     (tmp_path / "empty").touch()
-    stand_in(tmp_path / "megatron-lm", FAKE_PRETRAIN)
     before = sorted(tmp_path.rglob("*"))
-    with launches_without_torch():
-        done = run_here(main_of(name), *line.split())
+    done = run_here(main_of(name), *line.split())
     assert done.returncode == 2 and done.stdout == "" and said in done.stderr, done.stderr
     assert len(done.stderr.splitlines()) == 1 and sorted(tmp_path.rglob("*")) == before, done.stderr
 

@@ -13,7 +13,7 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from megatron_fused_ce import FusedCEConfig
-from tests.support import forked_launches
+from tests.support.forked_launches import Server
 from tests.support.launches import LAUNCHES
 from tests.support.megatron import CORE_0_19
 
@@ -33,8 +33,7 @@ def megatron():
     """Megatron's parser, imported once."""
     if not CORE_0_19.is_dir():
         pytest.skip(f"no {CORE_0_19.name} in the environment: run scripts/dev/setup_env.sh")
-    with forked_launches.server(CORE_0_19) as server:
-        yield server
+    return Server(CORE_0_19)
 
 
 @pytest.fixture
