@@ -151,9 +151,10 @@ LOSSES = {
 }
 WIDTH, HEIGHT, BASE, TOP = 560, 356, 294, 60
 BAR, PITCH, GROUP, LEFT = 34, 42, 180, 18
+START = 'style="text-anchor:start"'
 #: Colours on a light page and on a dark one, by class.
-LIGHT = {"page": "#ffffff", "ink": "#1f2328", "faint": "#59636e", "line": "#d1d9e0"}
-DARK = {"page": "#0d1117", "ink": "#f0f6fc", "faint": "#9198a1", "line": "#3d444d"}
+LIGHT = {"page": "#ffffff", "ink": "#1f2328", "b": "#1f2328", "faint": "#59636e"}
+DARK = {"page": "#0d1117", "ink": "#f0f6fc", "b": "#f0f6fc", "faint": "#9198a1"}
 LIGHT |= {"unfused": "#8c959f", "native": "#b4690e", "te-lifted": "#7d5bbe", "auto": "#1a7f37"}
 DARK |= {"unfused": "#6e7681", "native": "#d29922", "te-lifted": "#a371f7", "auto": "#3fb950"}
 
@@ -189,18 +190,12 @@ def bar(x: float, variant: str, row: Row, capacity: float) -> list[str]:
 def gain() -> str:
     """README's picture: peak memory and speed of whole steps, as an SVG for light and dark pages."""
     rows = {(row["T"], row["variant"]): row for row in rows_of(STEPS)}
-    capacity = next(
-        float(found.group(1))
-        for row in rows.values()
-        if (found := re.search(r"total capacity of ([\d.]+) GiB", row["error"] or ""))
-    )
+    errors = " ".join(row["error"] or "" for row in rows.values())
+    capacity = float(re.findall(r"total capacity of ([\d.]+) GiB", errors)[0])
     colours = [" ".join(f".{kind}{{fill:{colour}}}" for kind, colour in of.items()) for of in (LIGHT, DARK)]
     style = f"{colours[0]} @media (prefers-color-scheme: dark) {{ {colours[1]} }}"
     style += " text{font:13px system-ui,sans-serif;text-anchor:middle} .faint{font-size:11px}"
-    style += " .b{font-weight:700}" + "".join(
-        f" {at}.b{{fill:{of['ink']}}}{end}"
-        for at, of, end in (("", LIGHT, ""), ("@media (prefers-color-scheme: dark) {", DARK, "}"))
-    )
+    style += " .b{font-weight:700}"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" '
         f'viewBox="0 0 {WIDTH} {HEIGHT}" role="img">',
@@ -209,9 +204,7 @@ def gain() -> str:
         '<defs><pattern id="hatch" width="7" height="7" patternUnits="userSpaceOnUse" '
         'patternTransform="rotate(45)"><rect width="2" height="7" class="faint"/></pattern></defs>',
         f'<rect width="{WIDTH}" height="{HEIGHT}" rx="8" class="page"/>',
-        text(
-            16, 22, "Peak memory of a step, GiB; tokens/s above, in grey", "ink", 'style="text-anchor:start"'
-        ),
+        text(16, 22, "Peak memory of a step, GiB; tokens/s above, in grey", more=START),
         f'<rect x="{LEFT}" y="{TOP}" width="{WIDTH - 2 * LEFT}" height="1" class="faint"/>',
         text(WIDTH - 16, TOP - 6, f"the GPU's {capacity:g} GiB", "faint", 'style="text-anchor:end"'),
     ]
@@ -225,7 +218,7 @@ def gain() -> str:
     for variant, name in LOSSES.items():
         parts += [
             f'<rect x="{x}" y="{HEIGHT - 23}" width="11" height="11" class="{variant}"/>',
-            text(x + 16, HEIGHT - 13, name, "ink", 'style="text-anchor:start"'),
+            text(x + 16, HEIGHT - 13, name, more=START),
         ]
         x += 36 + 7 * len(name)
     return "\n".join([*parts, "</svg>"]) + "\n"
