@@ -85,4 +85,4 @@ def cases_of(given: argparse.Namespace, cell: Cell, world: World) -> list[Case]:
     return found
 
 
-OP = Op(Returned, cases_of, loss.OP.bases, over_ranks=True)
+OP = Op(Returned, cases_of, loss.OP.bases)

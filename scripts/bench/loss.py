@@ -312,5 +312,5 @@ def option_cases(given: argparse.Namespace, cell: Cell, world: World) -> list[Ca
     ]
 
 
-OP = Op(Loss, cases_of, (bare("roof", 3), bare("roof-4", 4)), over_ranks=True)
+OP = Op(Loss, cases_of, (bare("roof", 3), bare("roof-4", 4)))
 OPTIONS = Op(WithOptions, option_cases)

@@ -284,4 +284,3 @@ class Op:
     problem: type[Problem]
     cases_of: Callable[[argparse.Namespace, Cell, World], list[Case]]
     bases: tuple[Bare, ...] = ()
-    over_ranks: bool = False  # knows tensor parallelism

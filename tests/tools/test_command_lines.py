@@ -108,6 +108,8 @@ scripts.bench --preset commits --old empty-folder | empty-folder/megatron_fused_
 scripts.bench --operands none.pt | none.pt is no file
 scripts.bench --device cpu --shapes tiny --operands empty | empty has no operands of tiny
 scripts.bench --device cpu --shapes tiny --out /dev/null/x.json | cannot write to /dev/null
+WORLD_SIZE=2 scripts.bench --device cpu --shapes 64x511 | does not divide over 2 ranks
+WORLD_SIZE=2 scripts.bench --device cpu --preset rl | --preset rl knows no tensor parallelism
 scripts.bench.trained made.pt --device cpu --text empty-folder | too little text for --tokens
 sweep --device cuda --out out | expected 1 GPUs, found 0: use --device cpu
 sweep --device cpu --out /dev/null/x | cannot write to /dev/null/x
@@ -116,6 +118,9 @@ sweep --device cpu --out /dev/null/x | cannot write to /dev/null/x
 {SWEEP} -- --num-layers 2 | arguments after -- are those of --through-megatron
 {SWEEP} --through-megatron nowhere -- --bf16 | no Megatron-LM checkout at nowhere
 {SWEEP} --through-megatron x --warmup 10 | expected fewer --warmup than --iterations
+WORLD_SIZE=2 {SWEEP} --vocab 63 | expected --vocab to divide by 2 ranks, got 63
+WORLD_SIZE=2 {SWEEP} --sequence-parallel --tokens 33 | expected --tokens to divide by 2 ranks, got 33
+WORLD_SIZE=2 {LAUNCHES} -- --bf16 | --through-megatron starts its ranks itself
 {LAUNCHES} -- --save x | leave out --save: all launches would write to the same place
 {LAUNCHES} -- --fused-ce-z-loss=1e-4 | leave out --fused-ce-z-loss=1e-4: the stock launches
 {LAUNCHES} --script pretrain_t5.py -- --bf16 | has no pretrain_t5
@@ -131,6 +136,9 @@ scripts.runs.pretrain --megatron=megatron-lm --variants=other | no other; there 
 def test_what_is_refused_is_one_line_and_writes_nothing(row, tmp_path, monkeypatch, fake_checkout):
     line, said = row.split(" | ")
     name, *words = line.split()
+    if "=" in name:
+        monkeypatch.setenv(*name.split("="))
+        name, *words = words
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty-folder").mkdir()
