@@ -70,13 +70,14 @@ def run(megatron, tmp_path):
 def test_megatron_takes_every_argument(run, name):
     expected = LAUNCHES[name]
     _, output, found = run(name)
-    assert found["config"] == repr(FusedCEConfig()) and not found["loss_fusion"] and found["mock_data"]
+    assert found["config"] == repr(FusedCEConfig()) and found["mock_data"]
+    assert not found["cross_entropy_loss_fusion"]
     assert found["script"] == ("pretrain_hybrid.py" if "hybrid" in name else "pretrain_gpt.py")
-    assert (found["world_size"], found["data_parallel"]) == (expected["gpus"], expected["data_parallel"])
+    assert (found["world_size"], found["data_parallel_size"]) == (expected["gpus"], expected["data_parallel"])
     # One rank's rows are whole tiles, and no row is padding.
     assert found["padded_vocab_size"] == found["vocab_size"]
-    assert found["vocab_size"] % (8 * found["tensor_parallel"]) == 0
-    assert found["sequence_parallel"] == (found["tensor_parallel"] > 1)
+    assert found["vocab_size"] % (8 * found["tensor_model_parallel_size"]) == 0
+    assert found["sequence_parallel"] == (found["tensor_model_parallel_size"] > 1)
     assert found["mtp_num_layers"] == (1 if "mtp" in name else None)
     if expected["billions"] is not None:
         (count,) = re.findall(r"Total number of parameters in billions: ([\d.]+)", output)
@@ -88,7 +89,7 @@ def test_megatron_takes_every_argument(run, name):
 def test_settings_and_arguments_of_the_caller_count(run):
     _, _, found = run("llama3_8b", "--fused-ce-strategy", "store", TP="4", GPUS="16")
     assert found["config"] == repr(FusedCEConfig(strategy="store"))
-    assert (found["tensor_parallel"], found["data_parallel"]) == (4, 4)
+    assert (found["tensor_model_parallel_size"], found["data_parallel_size"]) == (4, 4)
     status, output, _ = run("qwen3_8b", "--fused-ce-no-such-option", "1")
     assert status == 2 and "unrecognized arguments: --fused-ce-no-such-option 1" in output
     # What docs/coming-from.md says of Transformer Engine's loss.
