@@ -243,6 +243,12 @@ def test_a_wrong_strategy_prints_nothing(tmp_path, monkeypatch, capsys, planted)
     assert printed.out == "" and words in printed.err
 
 
+def test_every_preset_has_cells():
+    more = {"trained": ["--operands", __file__], "commits": ["--old", str(ROOT)]}
+    for name in cases.PRESETS:
+        assert cases.parse_arguments("", ["--preset", name, *more.get(name, [])]).cells, name
+
+
 def test_no_cell_starts_after_the_time_limit(tmp_path, capsys):
     assert bench(tmp_path, *TINY, "--time-limit", "0.000001") == (0, {})
     assert "not started" in capsys.readouterr().err
