@@ -79,10 +79,10 @@ def test_rows_and_their_page(tmp_path, monkeypatch, capsys):
     """Beside a GPU that tells of itself: a row has its turns' medians, the file the span of all."""
     clocks = iter(range(1000, 10**6))
     monkeypatch.setattr(gpu, "readings", [])
-    told = {"is_initialized": lambda: True, "clock_rate": lambda _: next(clocks)}
-    told |= {"power_draw": lambda _: 500_000, "temperature": lambda _: 60}
-    for name, read in told.items():
-        monkeypatch.setattr(torch.cuda, name, read)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "clock_rate", lambda _: next(clocks))
+    monkeypatch.setattr(torch.cuda, "power_draw", lambda _: 500_000)
+    monkeypatch.setattr(torch.cuda, "temperature", lambda _: 60)
     others = [Case(name, PEER, run) for name, (run, _) in OTHERS.items() if run]
     others[1] = replace(others[1], grads=(("loss", "one_upstream"),))
     monkeypatch.setattr(loss, "megatron", lambda world: others)

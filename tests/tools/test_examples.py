@@ -19,7 +19,6 @@ from tests.support.megatron import CORE_0_19
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "scripts" / "examples"
-GIB = 2**30
 
 #: Stands for torchrun in the examples: says what it was asked for.
 TORCHRUN = f"""#!{sys.executable} -SE
@@ -28,37 +27,28 @@ print(json.dumps([sys.argv[1:], dict(os.environ)]))
 """
 
 
-@pytest.fixture(scope="module")
-def megatron():
-    """Megatron's parser, imported once."""
+@pytest.fixture
+def run(tmp_path):
+    """Runs an example as rank 0, a probe in the place of Megatron's scripts: status, output, findings."""
     if not CORE_0_19.is_dir():
         pytest.skip(f"no {CORE_0_19.name} in the environment: run scripts/dev/setup_env.sh")
-    return Server(CORE_0_19)
-
-
-@pytest.fixture
-def run(megatron, tmp_path):
-    """Runs an example as rank 0, a probe in the place of Megatron's scripts: status, output, findings."""
-    checkout, torchrun = tmp_path / "Megatron-LM", tmp_path / "bin" / "torchrun"
-    checkout.mkdir()
-    torchrun.parent.mkdir()
     for script in ("pretrain_gpt.py", "pretrain_hybrid.py"):
-        (checkout / script).symlink_to(ROOT / "tests" / "support" / "pretrain_probe.py")
-    torchrun.write_text(TORCHRUN)
-    torchrun.chmod(0o755)
+        (tmp_path / script).symlink_to(ROOT / "tests" / "support" / "pretrain_probe.py")
+    (tmp_path / "torchrun").write_text(TORCHRUN)
+    (tmp_path / "torchrun").chmod(0o755)
+    here = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "MEGATRON_LM_PATH": str(tmp_path)}
 
     def run_example(name: str, *arguments: str, **settings: str) -> tuple[int, str, dict]:
-        path = f"{torchrun.parent}{os.pathsep}{os.environ['PATH']}"
-        environment = {**os.environ, "PATH": path, "MEGATRON_LM_PATH": str(checkout), **settings}
         # Transformer Engine's kernel is not on a CPU.
-        words = [str(EXAMPLES / f"{name}.sh"), "--no-rope-fusion", *arguments]
+        words = [EXAMPLES / f"{name}.sh", "--no-rope-fusion", *arguments]
+        environment = os.environ | here | settings
         done = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         words, environment = json.loads(done.stdout)
         asked = get_args_parser().parse_args(words)  # torchrun's own
         environment["WORLD_SIZE"] = str(int(asked.nproc_per_node) * int(asked.nnodes))
         words = [*(["-m"] if asked.module else []), asked.training_script, *asked.training_script_args]
-        status, output = megatron.launch(words, tmp_path, ranks=[0], **environment)
+        status, output = Server(CORE_0_19).launch(words, tmp_path, ranks=[0], **environment)
         found = re.search(r"^PROBE(.*)", output, re.MULTILINE)
         assert bool(found) == (status == 0), output[-3000:]
         return status, output, json.loads(found[1]) if found else {}
@@ -83,7 +73,7 @@ def test_megatron_takes_every_argument(run, name):
         (count,) = re.findall(r"Total number of parameters in billions: ([\d.]+)", output)
         assert float(count) == pytest.approx(expected["billions"], abs=0.005)
         # Weights, gradients and optimizer leave room for activations on 80 GB.
-        assert found["weights_bytes"] < 45 * GIB
+        assert found["weights_bytes"] < 45 * 2**30
 
 
 def test_settings_and_arguments_of_the_caller_count(run):

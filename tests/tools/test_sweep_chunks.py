@@ -33,7 +33,7 @@ def one_commit(monkeypatch):
 
 def sweep(out: Path, *words: object) -> tuple[int, dict, dict[str, dict], str]:
     """Status; what was written, without its rows; those by name; and what was said of it."""
-    done = run_here(sweep_chunks.main, *words, "--out", out)
+    done = run_here(sweep_chunks.main, "--out", out, *words)
     return done.returncode, *written(out), done.stdout + done.stderr
 
 
@@ -186,13 +186,10 @@ ENDS = "--bf16 --log-interval 1 --eval-iters 0 --exit-interval 5"
 
 def launched(checkout: Path, *words: str, options=()) -> tuple[int, dict, dict[str, dict], str, list[str]]:
     """`sweep`'s, and the words of the launches that it made."""
+    (log := checkout.parent / "launches.txt").write_text("")
     given = ["--through-megatron", checkout, "--device", "cpu", "--strategies", "recompute"]
-    given += ["--iterations", "5", "--warmup", "2", *options, "--out", checkout.parent / "out"]
-    log = checkout.parent / "launches.txt"
-    log.write_text("")
-    done = run_here(sweep_chunks.main, *given, "--", "--bf16", *words)
-    said = done.stdout + done.stderr
-    return done.returncode, *written(checkout.parent / "out"), said, log.read_text().splitlines()
+    given += ["--iterations", "5", "--warmup", "2", *options, "--", "--bf16", *words]
+    return *sweep(checkout.parent / "out", *given), log.read_text().splitlines()
 
 
 def test_launches(fake_checkout):
