@@ -1,8 +1,8 @@
 """Stands for pretrain_gpt.py in a test's checkout: logs as Megatron does, and needs no torch.
 
 With the flag and several chunks it goes wrong as its words say: ``--full``, ``--break``, ``--wrong``,
-``--nan``, ``--norm``, ``--short``, ``--idle``; ``--full=N`` with N chunks alone. Without the flag:
-``--native-nan``, ``--native-wrong``. ``$LAUNCHES``: a file that gets each launch's words.
+``--nan``, ``--norm``, ``--short``, ``--idle``, ``--stored``; with N chunks alone as ``--full=N`` does.
+Without the flag: ``--native-nan``, ``--native-wrong``. ``$LAUNCHES``: a file that gets each launch's words.
 """
 
 import os
@@ -43,4 +43,5 @@ for i in range(1, end + 1):
         f"grad norm: {norm:.3f} | number of skipped iterations:   0 | number of nan iterations:   0 |"
     )
 if flag and "--idle" not in goes_wrong:
-    print(f"[fused-ce] heads: {end} fused, 0 on the stock path; logits materialised: 0")
+    stored = int("--stored" in goes_wrong)
+    print(f"[fused-ce] heads: {end} fused, 0 on the stock path; logits materialised: {stored}")

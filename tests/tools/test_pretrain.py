@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -11,37 +13,33 @@ from tests.support.checkouts import on_checkouts
 from tests.support.commands import run_here
 
 
-def planned(checkout, *words):
-    """The runs, in order."""
-    given = pretrain._parser().parse_args([f"--megatron={checkout}", "--device=cuda", "--model=tiny", *words])
-    return [run for group in pretrain.plan(given, ["--last"]) for run in group]
-
-
-def after(words, flag):
-    """The last value of a flag."""
-    return words[len(words) - words[::-1].index(flag)]
+def pretrained(checkout, *words, more=()):
+    """What the tool says, and its rows."""
+    out = checkout.parent / "out"
+    done = run_here(pretrain.main, f"--megatron={checkout}", f"--out={out}", *words, "--", *more)
+    return done, results.rows(out / "results.json")
 
 
 def test_launches_in_their_order(fake_checkout):
-    words = ("--lengths", "131072", "16384", "--model=llama-3-8b:2", "--nproc=4", "--variants=auto,te-lifted")
-    runs = planned(fake_checkout, *words)
-    names = [(run.case.num_tokens, run.variant) for run in runs]
-    assert names == [(length, name) for length in (131072, 16384) for name in ("auto", "te-lifted")]
-    long, lifted, short, _ = (run.words("M", ["torchrun"]) for run in runs)
+    words = ("--device=cuda", "--nproc=4", "--variants=auto,te-lifted", "--lengths", "131072", "16384")
+    _, rows = pretrained(fake_checkout, *words, "--model=llama-3-8b:2", more=["--last"])
+    found = [(row["T"], row["variant"]) for row in rows]
+    assert found == [(length, name) for length in (131072, 16384) for name in ("auto", "te-lifted")]
+    long, lifted, short, _ = (row["command"].split() for row in rows)
     assert long[:5] == ["torchrun", "--nproc-per-node", "4", "-m", "megatron_fused_ce.launch"]
     # 128256 is not a multiple of 128 * 4, which Megatron would pad to.
-    given = {"seq-length": "131072", "max-position-embeddings": "131072", "train-iters": "4"}
-    given |= {"num-layers": "2", "tensor-model-parallel-size": "4", "make-vocab-size-divisible-by": "32"}
-    assert {name: after(long, f"--{name}") for name in given} == given
-    assert after(short, "--train-iters") == "20"
+    given = {"--seq-length": "131072", "--max-position-embeddings": "131072", "--train-iters": "4"}
+    given |= {"--num-layers": "2", "--tensor-model-parallel-size": "4"}
+    given |= {"--make-vocab-size-divisible-by": "32"}
+    assert given.items() <= dict(pairwise(long)).items() and dict(pairwise(short))["--train-iters"] == "20"
     assert {"--bf16", "--sequence-parallel", launches.UNTIED, "--last"} <= set(long)
-    assert "4 scripts/lib/runner.py --te-loss MEGATRON_LM/pretrain_gpt.py " in runs[1].command
+    assert "4 scripts/lib/runner.py --te-loss MEGATRON_LM/pretrain_gpt.py " in rows[1]["command"]
     assert lifted[-3:] == ["--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "te"]
-    (one,) = planned(fake_checkout, "--nproc=1", "--model=llama-3.2-1b", "--lengths=64", "--variants=auto")
-    assert not {"--sequence-parallel", launches.UNTIED} & set(one.words("M", []))
+    _, (one,) = pretrained(fake_checkout, "--device=cuda", "--nproc=1", "--variants=auto", "--lengths=64")
+    assert "--sequence-parallel" not in one["command"] and launches.UNTIED not in one["command"]
 
 
-def test_from_command_line_to_files(fake_checkout, tmp_path, monkeypatch):
+def test_from_command_line_to_files(fake_checkout, monkeypatch):
     """Out of memory is a result, and ends a variant's lengths. A second call launches nothing. An idle GPU's
     clock is not read."""
     monkeypatch.setattr(launches, "POLL_S", 0.01)
@@ -50,12 +48,11 @@ def test_from_command_line_to_files(fake_checkout, tmp_path, monkeypatch):
     for name, values in {**readings, "temperature": (60, 60)}.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, values=values: values[device])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    words = (f"--megatron={fake_checkout}", "--device=cuda", "--nproc=1", f"--out={tmp_path / 'out'}")
-    words += ("--model=tiny", "--lengths", "128", "64", "256", "--variants=unfused,auto")
-    words += ("--", "--most-tokens", "100", "--train-iters", "8")
-    done = run_here(pretrain.main, *words)
+    words = ("--device=cuda", "--nproc=1", "--model=tiny", "--lengths", "128", "64", "256")
+    words += ("--variants=unfused,auto",)
+    more = ("--most-tokens", "100", "--train-iters", "8")
+    done, rows = pretrained(fake_checkout, *words, more=more)
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = results.rows(tmp_path / "out" / "results.json")
     lost = ["out of memory", "ok", "not tried: out of memory at 128 tokens"]
     assert [row["status"] for row in rows if row["variant"] == "unfused"] == lost
     _, _, off, on, *_ = rows
@@ -63,9 +60,9 @@ def test_from_command_line_to_files(fake_checkout, tmp_path, monkeypatch):
     assert on["tokens_per_s"] == pytest.approx(64e3 / on["time_ms"], abs=0.1) and on["loss_difference"] == 0
     assert (off["sm_mhz"], off["watts"], off["gpu"]["celsius"]) == (1500, 500, [60, 60, 60])
     assert "unfused 64 (out of memory at 128), auto 64 (out of memory at 128)." in done.stdout
-    assert str(tmp_path) not in off["command"]
+    assert str(fake_checkout) not in off["command"]
     (fake_checkout / "pretrain_gpt.py").write_text("raise SystemExit('launched again')")
-    again = run_here(pretrain.main, *words)
+    again, _ = pretrained(fake_checkout, *words, more=more)
     assert again.returncode == 0 and again.stdout.count("(kept)") == 4, again.stdout + again.stderr
 
 
@@ -77,30 +74,29 @@ PROBLEMS = {
     "nan": "a loss is not finite",
     "short": "ended after 4 of 5 iterations",
     "idle": "heads fused: None, materialised: None",
+    "stored": "heads fused: 5, materialised: 1",
     "break": "failed RuntimeError: no kernel for this GPU",
 }
 
 
 @pytest.mark.parametrize("native", ["", "--native-nan", "--native-wrong"])
-def test_what_does_not_count_as_training(fake_checkout, tmp_path, monkeypatch, native):
+def test_what_does_not_count_as_training(fake_checkout, monkeypatch, native):
     """Twice native's difference is the bound; a native run that broke is none."""
     for name in PROBLEMS:
         words = f"--fused-chunked-ce --fused-ce-num-chunks 4 --{name}"
         monkeypatch.setitem(pretrain.MORE_VARIANTS, name, words)
     monkeypatch.setitem(pretrain.VARIANTS, "native", f"{launches.STOCK['native']} {native}")
-    words = (f"--megatron={fake_checkout}", "--nproc=1", f"--out={tmp_path / 'out'}")
-    done = run_here(pretrain.main, *words, f"--variants=unfused,native,{','.join(PROBLEMS)}")
-    rows = {row["variant"]: row["problems"] for row in results.rows(tmp_path / "out" / "results.json")}
+    done, rows = pretrained(fake_checkout, "--nproc=1", f"--variants=unfused,native,{','.join(PROBLEMS)}")
+    found = {row["variant"]: row["problems"] for row in rows}
     assert done.returncode == 1 and "norm none (ok at 64)" in done.stdout
     for name, problem in (PROBLEMS | ({"wrong": None} if native == "--native-wrong" else {})).items():
-        assert rows[name][:1] == ([problem] if problem else []), name
+        assert found[name][:1] == ([problem] if problem else []), name
         assert not problem or problem in done.stdout
 
 
 @on_checkouts
 def test_the_tool_on_a_checkout(checkout, tmp_path):
-    words = (f"--megatron={checkout}", f"--out={tmp_path}", "--variants=unfused,store")
-    done = run_here(pretrain.main, *words)
+    done = run_here(pretrain.main, f"--megatron={checkout}", f"--out={tmp_path}", "--variants=unfused,store")
     assert done.returncode == 0, done.stdout + done.stderr
     unfused, store = results.rows(tmp_path / "results.json")
     assert (unfused["status"], store["problems"]) == ("ok", []) and store["loss_difference"] < 1e-6
