@@ -264,6 +264,17 @@ def test_intervals_of_medians():
     assert 0.955 < inside / 4000 < 0.975  # 0.965 by the binomial
 
 
+def test_ratios_are_the_blocks_own():
+    """Their median, of the step's time or the host's; none where one of both has no times."""
+    slow, fast = (measure.Outcome(Case(name)) for name in ("slow", "fast"))
+    slow.samples = [[0.0, 0.0, 6.0, 1.0], [0.0, 0.0, 8.0, 1.0], [0.0, 0.0, 1.0, 1.0]]
+    fast.samples = [[0.0, 0.0, 2.0, 2.0], [0.0, 0.0, 4.0, 2.0], [0.0, 0.0, 2.0, 4.0]]
+    assert measure.paired("over", slow, fast) == {"over": 2.0, "over_interval": None}
+    assert measure.paired("over", slow, fast, "host_ms")["over"] == 0.5
+    fast.reason = "wrong"
+    assert measure.paired("over", slow, fast)["over"] is None
+
+
 def test_blocks_hold_everything_in_changing_order(tmp_path, monkeypatch):
     seen = []
 
