@@ -190,10 +190,6 @@ class Problem:
 OURS, MEGATRON, PEER, BASE = "ours", "megatron", "peer", "base"
 
 
-def nothing() -> None:
-    """A mark that is not timed."""
-
-
 @dataclass(frozen=True)
 class Case:
     """One row. ``why_not`` says in one line why there is nothing to run."""
@@ -211,7 +207,7 @@ class Case:
     is_exact: bool = False  # outputs may have eager PyTorch's error, which rounds logits, and no more
     told: dict[str, Any] = field(default_factory=dict)  # what it found out, for its row
 
-    def step(self, problem: Problem, mark: Mark = nothing) -> Outputs:
+    def step(self, problem: Problem, mark: Mark = lambda: None) -> Outputs:
         """Forward and backward, with a mark before, between and after; the outputs."""
         assert self.run is not None
         problem.reset()
@@ -253,7 +249,7 @@ class Bare(Case):
             of_hidden = torch.empty_like(hidden)
             of_weight = torch.empty_like(problem.weight) if main_grad is None else main_grad
 
-            def step(mark: Mark = nothing) -> Outputs:
+            def step(mark: Mark = lambda: None) -> Outputs:
                 mark()
                 for of_side, rows in sides:
                     torch.mm(of_side, rows.t(), out=logits)
