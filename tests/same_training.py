@@ -17,7 +17,6 @@ is one launch with an error. Exit status: as `compare --paired` of the flag.
 from __future__ import annotations
 
 import importlib
-import math
 import runpy
 import shlex
 import sys
@@ -155,18 +154,12 @@ def words_of(options: Any, run: str, more: list[str]) -> list[str]:
     return [*words, "--data-path", str(options.data), "--data-cache-path", cache]
 
 
-def share_left(folder: Path) -> float:
-    """Of a run's iterations."""
-    done, _, of = launches.last_iteration(folder).removeprefix("iteration ").partition("/")
-    return 1 - int(done) / int(of) if of else 1.0
-
-
 def launch_all(options: Any, runs: list[str], more: list[str]) -> dict[str, str]:
     """What came of each run that was begun; several at a time on each device.
 
-    None is begun that would keep those beside it, or itself, from an end within the time.
+    None is begun where less time is left than the longest has taken.
     """
-    ranks, begun, alone = options.tensor_parallel, time.monotonic(), math.inf
+    ranks, begun, longest = options.tensor_parallel, time.monotonic(), 0.0
     num_places = max(1, torch.cuda.device_count() // ranks)
     waiting, came = list(runs), dict[str, str]()
     running: dict[int, tuple[str, Started, float]] = {}
@@ -180,14 +173,10 @@ def launch_all(options: Any, runs: list[str], more: list[str]) -> dict[str, str]
                 time_ms, _ = figures.time_ms(len(figures.iteration_times_ms) // 2)
                 came[run] = f"{figures.status} {figures.error}, {took:.0f} s, {time_ms} ms an iteration"
                 print(f"{time.monotonic() - begun:.0f} s {run}: {came[run]}", flush=True)
-                alone = min(alone, took / options.slots) if figures.status == "ok" else alone
-            if slot in running or not waiting:
+                longest = max(longest, took)
+            if slot in running or not waiting or longest > left:
                 continue
-            beside = [running[other][1].folder for other in running if (other - slot) % num_places == 0]
-            if (1 + sum(map(share_left, beside))) * (alone if alone < math.inf else 0) > left:
-                continue
-            run = waiting.pop(0)
-            first = slot % num_places * ranks
+            run, first = waiting.pop(0), slot % num_places * ranks
             devices = ",".join(map(str, range(first, first + ranks)))
             environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "CUDA_VISIBLE_DEVICES": devices}
             started = launches.start(words_of(options, run, more), options.out / run, environment)

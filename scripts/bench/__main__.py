@@ -33,7 +33,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_fused_ce.cli.command_line import UsageError, command, require_gpus, writable_file
+from megatron_fused_ce.cli.command_line import command, require_gpus, writable_file
 from megatron_fused_ce.scripts.bench import cases
 from megatron_fused_ce.scripts.lib import gloo, results, tables
 
@@ -111,7 +111,7 @@ def main(words: list[str]) -> int:
 
     from megatron_fused_ce.scripts.bench.problem import World
 
-    world = World(use_gpu=given.device == "cuda")
+    world = World(given.device == "cuda")
     device = torch.cuda.get_device_name() if world.on_gpu else "cpu"
     given.path = results.default_path(results.RESULTS, device, given.name) if path and not given.out else path
     try:
@@ -128,8 +128,6 @@ def run(given: argparse.Namespace, world: World, source: dict[str, Any], started
         from megatron_fused_ce.scripts.bench import commits
 
         op = commits.OP
-    if world.size > 1 and not op.over_ranks:
-        raise UsageError(f"--preset {given.preset} knows no tensor parallelism: start it without torchrun")
     done: list[list[results.Row]] = []
     for cell in given.cells:
         elapsed = world.slowest([time.monotonic() - started])[0]

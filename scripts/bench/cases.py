@@ -39,6 +39,7 @@ PRESETS = {
     "commits": "--shapes 1024x32064/rank:4096 4096x128256/rank:32768 --strategies store grad_in_forward"
     " --blocks 15",
 }
+ON_ONE_RANK = ("options", "rl", "distill")
 
 
 def world_size() -> int:
@@ -147,6 +148,8 @@ def cells_of(given: argparse.Namespace) -> list[Cell]:
         if path is not None and not (path / file).is_file():
             raise ValueError(f"--{option}: {path / file} is no file")
     size, found = world_size(), list[Cell]()
+    if size > 1 and given.preset in ON_ONE_RANK:
+        raise ValueError(f"--preset {given.preset} knows no tensor parallelism: start it without torchrun")
     modes = {"on": (True,), "both": (True, False)}.get(given.sequence_parallel * (size > 1), (False,))
     for word in given.shapes:
         shape, _, own = word.partition(":")

@@ -1,11 +1,11 @@
 """The package of another checkout beside this one, in one process: did a change cost time?
 
     git worktree add build/old COMMIT
-    python -m scripts.bench.commits --old build/old
-    torchrun --nproc-per-node 2 -m scripts.bench.commits --old build/old --sequence-parallel
+    python -m scripts.bench --preset commits --old build/old
+    torchrun --nproc-per-node 2 -m scripts.bench --preset commits --old build/old --sequence-parallel
 
-It is scripts.bench with ``--preset commits``, and takes its options. A row of this checkout is over the old
-one's, in the step's and in the host's time; both return gradients by ``fused_linear_cross_entropy``.
+A row of this checkout is over the old one's, in the step's and in the host's time; both return gradients by
+``fused_linear_cross_entropy``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from typing import Any
 from megatron_fused_ce.scripts.bench import loss
 from megatron_fused_ce.scripts.bench.cases import PACKAGE, Cell, parse_strategy
 from megatron_fused_ce.scripts.bench.problem import PEER, Case, Op, Outputs, Problem, World
-from megatron_fused_ce.scripts.lib import gloo
 
 #: Modules of the old checkout, while this one's are in their place.
 ASIDE: dict[str, ModuleType] = {}
@@ -86,14 +85,4 @@ def cases_of(given: argparse.Namespace, cell: Cell, world: World) -> list[Case]:
     return found
 
 
-OP = Op(Returned, cases_of, loss.OP.bases, over_ranks=True)
-
-
-def main(words: list[str] | None = None) -> int:
-    from megatron_fused_ce.scripts.bench.__main__ import main
-
-    return main(["--preset", "commits", *(sys.argv[1:] if words is None else words)])
-
-
-if __name__ == "__main__":
-    gloo.end(main())
+OP = Op(Returned, cases_of, loss.OP.bases)

@@ -65,11 +65,6 @@ def config_of(text: str, **options: Any) -> FusedCEConfig:
     return FusedCEConfig(**(parse_strategy(text) | options))
 
 
-def ours(world: World, text: str) -> Case:
-    """This package with a strategy ``NAME[:C][/BACKEND][/MERGE]``."""
-    return of_config(world, text, config_of(text))
-
-
 def of_config(world: World, name: str, config: FusedCEConfig) -> Case:
     """A training step of this package with these options."""
     more, told = FOUR if config.strategy == "recompute" else {}, dict[str, Any]()
@@ -304,7 +299,7 @@ def _with_option(world: World, name: str, option: Option, strategy: str) -> Case
 
 def cases_of(given: argparse.Namespace, cell: Cell, world: World) -> list[Case]:
     """The strategies, Megatron's paths, the peers that are asked for."""
-    own = [ours(world, text) for text in given.strategies]
+    own = [of_config(world, text, config_of(text)) for text in given.strategies]
     return [*own, *megatron(world), *peers(world, given.peers)]
 
 
@@ -317,5 +312,5 @@ def option_cases(given: argparse.Namespace, cell: Cell, world: World) -> list[Ca
     ]
 
 
-OP = Op(Loss, cases_of, (bare("roof", 3), bare("roof-4", 4)), over_ranks=True)
+OP = Op(Loss, cases_of, (bare("roof", 3), bare("roof-4", 4)))
 OPTIONS = Op(WithOptions, option_cases)

@@ -38,12 +38,10 @@ Mark = Callable[[], object]
 
 
 class World:
-    """The ranks of this run, one tensor-parallel group. ``sequence_parallel`` may change between cells;
-    ``use_gpu`` None: where there is one."""
+    """The ranks of this run, one tensor-parallel group; ``sequence_parallel`` may change between cells."""
 
-    def __init__(self, sequence_parallel: bool = False, use_gpu: bool | None = None) -> None:
-        self.rank, self.size = int(os.environ.get("RANK", "0")), world_size()
-        self.on_gpu = torch.cuda.is_available() if use_gpu is None else use_gpu
+    def __init__(self, on_gpu: bool, sequence_parallel: bool = False) -> None:
+        self.rank, self.size, self.on_gpu = int(os.environ.get("RANK", "0")), world_size(), on_gpu
         self.device = torch.device("cuda", self.rank) if self.on_gpu else torch.device("cpu")
         self.sequence_parallel = sequence_parallel and self.size > 1
         if self.on_gpu:
@@ -192,10 +190,6 @@ class Problem:
 OURS, MEGATRON, PEER, BASE = "ours", "megatron", "peer", "base"
 
 
-def nothing() -> None:
-    """A mark that is not timed."""
-
-
 @dataclass(frozen=True)
 class Case:
     """One row. ``why_not`` says in one line why there is nothing to run."""
@@ -213,7 +207,7 @@ class Case:
     is_exact: bool = False  # outputs may have eager PyTorch's error, which rounds logits, and no more
     told: dict[str, Any] = field(default_factory=dict)  # what it found out, for its row
 
-    def step(self, problem: Problem, mark: Mark = nothing) -> Outputs:
+    def step(self, problem: Problem, mark: Mark = lambda: None) -> Outputs:
         """Forward and backward, with a mark before, between and after; the outputs."""
         assert self.run is not None
         problem.reset()
@@ -255,7 +249,7 @@ class Bare(Case):
             of_hidden = torch.empty_like(hidden)
             of_weight = torch.empty_like(problem.weight) if main_grad is None else main_grad
 
-            def step(mark: Mark = nothing) -> Outputs:
+            def step(mark: Mark = lambda: None) -> Outputs:
                 mark()
                 for of_side, rows in sides:
                     torch.mm(of_side, rows.t(), out=logits)
@@ -286,4 +280,3 @@ class Op:
     problem: type[Problem]
     cases_of: Callable[[argparse.Namespace, Cell, World], list[Case]]
     bases: tuple[Bare, ...] = ()
-    over_ranks: bool = False  # knows tensor parallelism

@@ -35,7 +35,7 @@ GIB = 2**30
 
 #: Of the peak of a whole step and of a head alone. A graph's pool of its own is not counted.
 STEP_BOUND, HEAD_BOUND = 0.015, 0.035
-EXCEPTIONS = {"TP 4, CUDA graph": 0.04}
+EXCEPTIONS = {"graph": 0.04}
 #: Files of launches, in the order of the table.
 LAUNCHES = (
     *("longest-sequence", "tp4-pretrain-steps", "tp4-pretrain-long", "tp4-pretrain-reach"),
@@ -110,17 +110,8 @@ def compare_launch(name: str, row: dict[str, Any]) -> Compared:
     found = estimate(setting, head_of(setting, row["variant"]))
     trained = row["status"] == "ok"
     measured = row["peak_mib"] if trained else None
-    what = f"[{_plain(row['shape'])}](benchmarks/results/{DAY}{name}.json), {setting.num_tokens}"
+    what = f"[{row['shape']}]({DAY}{name}.json), {setting.num_tokens}"
     return Compared(what, row["variant"], measured, found.peak / MIB, found.bound.name)
-
-
-def _plain(shape: str) -> str:
-    """The results' word for a launch, where it is one of many words."""
-    names = {"losses": "TP 4", "vpp": "TP 2 x PP 2, virtual stages", "cp2": "TP 2 x CP 2"}
-    names |= {"mtp": "TP 2, MTP 1", "packed": "TP 2, packed", "graph": "TP 4, CUDA graph"}
-    names |= {"te-tp4-sp": "TP 4, dropout", "te-tp2-dp2-sp": "TP 2, dropout"}
-    names |= {"te-tp2-sp-nofusion": "TP 2, no fused wgrad", "local-tp2": "TP 2, Megatron's own layers"}
-    return names.get(shape, shape)
 
 
 def steps() -> list[Compared]:
@@ -166,16 +157,11 @@ def chunk_by_chunk(inputs: PlanInputs) -> Plan:
 
 
 def _head_alone(row: dict[str, Any]) -> Setting:
-    model = DecoderSizes(
-        num_layers=1,
-        hidden_size=row["H"],
-        num_attention_heads=row["tp"],
-        vocab_size=row["V"] * row["tp"],
-        ffn_hidden_size=row["tp"],
-        num_query_groups=row["tp"],
-        head_dim=1,
-    )
-    parallel = Parallel(gpus=row["tp"], tensor=row["tp"], sequence=row["sp"])
+    tp = row["tp"]
+    least = {"num_layers": 1, "head_dim": 1, "ffn_hidden_size": tp}
+    least |= {"num_attention_heads": tp, "num_query_groups": tp}
+    model = DecoderSizes(hidden_size=row["H"], vocab_size=row["V"] * tp, **least)
+    parallel = Parallel(gpus=tp, tensor=tp, sequence=row["sp"])
     setting = Setting(model, parallel, StepSettings(sequence=row["T"]), vocab_divisor=1)
     chunks = replace(setting.training.fused_ce, chunk_tokens=row["chunk_tokens"])
     return replace(setting, training=replace(setting.training, fused_ce=chunks))
@@ -185,16 +171,10 @@ def alone() -> list[Compared]:
     return [compare_head(name, row) for name, row in head_rows()]
 
 
-def bytes_per_logit(row: dict[str, Any]) -> float:
-    """What a measured head of Megatron's held of each logit, the rest taken off."""
-    grad_hidden = 2 * row["T"] * row["H"] // (row["tp"] if row["sp"] else 1)
-    held = row["peak_mib"] * MIB + grad_hidden - CUBLAS_WORKSPACE
-    return float(held / (row["T"] * row["V"]))
-
-
 # --- the page --------------------------------------------------------------------------------
 
-EXAMPLE = "--model llama-3.2-1b --gpu h200-141gb --seq-length 131072 --recompute-granularity full"
+FULL = "--recompute-granularity full"
+EXAMPLE = f"--model llama-3.2-1b --gpu h200-141gb --seq-length 131072 {FULL}"
 
 
 def _percent(off: float) -> str:
@@ -209,16 +189,13 @@ def off_table() -> str:
         off: dict[str, list[float]] = {}
         for one in found:
             if one.measured is not None:
-                off.setdefault(_plain_loss(one.variant), []).append(one.off)
+                variant = STOCK.get(one.variant, one.variant).replace("auto", "the flag")
+                off.setdefault(variant, []).append(one.off)
         rows += [
             [f"{len(values)} {what}, {name}", _percent(min(values)), _percent(max(values))]
             for name, values in off.items()
         ]
     return table(["measured, by the loss", "least (planned − measured) / measured", "most"], rows)
-
-
-def _plain_loss(variant: str) -> str:
-    return variant.removeprefix("megatron-").removesuffix("-lifted").replace("auto", "the flag")
 
 
 def printed(words: str) -> str:
@@ -232,29 +209,19 @@ def printed(words: str) -> str:
 
 
 #: Lengths of the page's table: more than 8192 tokens with what else is usual there.
-LENGTHS = {8192: "", 32768: "", 131072: "--recompute-granularity full"}
-EXAMPLES = "scripts/examples"
+LENGTHS = {8192: "", 32768: "", 131072: FULL}
+ON_8, SMALL, LARGE = "--gpus 8 --sequence-parallel --tp", "llama3_8b.sh", "llama3_70b.sh"
+EXAMPLES, OF_EXAMPLE = "../scripts/examples", f"--from-launch {REPOSITORY}/scripts/examples"
 #: Label, and the words of a plan but for its length.
 HELP = (
-    (
-        "Llama-3.2-1B ¹, one H200",
-        "--model llama-3.2-1b --gpu h200-141gb --recompute-granularity full",
-    ),
-    ("Qwen3-4B, TP 2", "--model qwen3-4b --gpus 8 --tp 2 --sequence-parallel"),
-    (
-        f"[Llama-3-8B, TP 2](../{EXAMPLES}/llama3_8b.sh)",
-        f"--from-launch {REPOSITORY / EXAMPLES / 'llama3_8b.sh'}",
-    ),
-    ("Llama-3-8B, TP 4", "--model llama-3-8b --gpus 8 --tp 4 --sequence-parallel"),
-    ("Llama-2-13B, TP 4, V = 32000", "--model llama-2-13b --gpus 8 --tp 4 --sequence-parallel"),
-    ("OLMo-2-13B, TP 4, V = 100352", "--model olmo-2-13b --gpus 8 --tp 4 --sequence-parallel"),
-    (
-        f"[Llama-3-70B, TP 8, PP 4](../{EXAMPLES}/llama3_70b.sh), 64 GPUs",
-        f"--from-launch {REPOSITORY / EXAMPLES / 'llama3_70b.sh'}",
-    ),
+    ("Llama-3.2-1B ¹, one H200", f"--model llama-3.2-1b --gpu h200-141gb {FULL}"),
+    ("Qwen3-4B, TP 2", f"--model qwen3-4b {ON_8} 2"),
+    (f"[Llama-3-8B, TP 2]({EXAMPLES}/{SMALL})", f"{OF_EXAMPLE}/{SMALL}"),
+    ("Llama-3-8B, TP 4", f"--model llama-3-8b {ON_8} 4"),
+    ("Llama-2-13B, TP 4, V = 32000", f"--model llama-2-13b {ON_8} 4"),
+    ("OLMo-2-13B, TP 4, V = 100352", f"--model olmo-2-13b {ON_8} 4"),
+    (f"[Llama-3-70B, TP 8, PP 4]({EXAMPLES}/{LARGE}), 64 GPUs", f"{OF_EXAMPLE}/{LARGE}"),
 )
-
-
 TE_LOSS = " --cross-entropy-loss-fusion --cross-entropy-fusion-impl te"
 
 
@@ -280,13 +247,10 @@ def _peaks(words: str) -> list[str]:
 
 #: What README's readers train, and a plan of it; then what was measured, with its page.
 TRAININGS = (
-    ("1B, 131072 tokens", "--model llama-3.2-1b --gpu h200 --seq-length 131072 --recompute-granularity full"),
-    ("8B, TP 1, 32768 tokens", "--model qwen3-8b --gpus 8 --seq-length 32768 --recompute-granularity full"),
-    (
-        "GPT-OSS-20B, 16384 tokens",
-        "--model gpt-oss-20b --gpus 8 --ep 8 --seq-length 16384 --recompute-granularity full",
-    ),
-    ("8B, TP 4, 8192 tokens", "--model llama-3-8b --gpus 8 --tp 4 --sequence-parallel --seq-length 8192"),
+    ("1B, 131072 tokens", f"--model llama-3.2-1b --gpu h200 --seq-length 131072 {FULL}"),
+    ("8B, TP 1, 32768 tokens", f"--model qwen3-8b --gpus 8 --seq-length 32768 {FULL}"),
+    ("GPT-OSS-20B, 16384 tokens", f"--model gpt-oss-20b --gpus 8 --ep 8 --seq-length 16384 {FULL}"),
+    ("8B, TP 4, 8192 tokens", f"--model llama-3-8b {ON_8} 4 --seq-length 8192"),
     ("70B, TP 8", "--model llama-3-70b --gpus 64 --tp 8 --pp 4 --sequence-parallel --seq-length 8192"),
 )
 MEASURED = (

@@ -147,8 +147,7 @@ def check(content: Any) -> None:
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
         raise ValueError(f"its schema is not {SCHEMA}")
     source, rows = content.get("made_by"), content.get("rows")
-    if not isinstance(source, dict):
-        raise ValueError("it has no made_by")
+    source = source if isinstance(source, dict) else {}
     if missing := set(MADE_BY) - source.keys():
         raise ValueError(f"made_by lacks {', '.join(sorted(missing))}")
     if not source["commit"] or not source["device"]:

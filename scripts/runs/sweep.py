@@ -104,15 +104,12 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
     return sorted(front)
 
 
-def recommend(rows: Sequence[Row], tolerance: float) -> tuple[Row, str] | None:
+def recommend(rows: Sequence[Row], tolerance: float) -> tuple[Row, str]:
     """The row with the smallest peak among those within ``tolerance`` of the fastest, and why.
 
-    `auto` comes first among peaks within `SAME_PEAK`, then the fastest; so without peaks. None where nothing
-    of ours ran.
+    `auto` comes first among peaks within `SAME_PEAK`, then the fastest; so without peaks. One of ours ran.
     """
     ours = {row: row.ratio for row in rows if row.is_ours and row.ratio is not None}
-    if not ours:
-        return None
     fastest = min(ours, key=ours.__getitem__)
     near = [row for row in ours if ours[row] <= ours[fastest] * (1 + tolerance)]
     peaks = [row.peak_mib for row in near if row.peak_mib is not None]
@@ -156,7 +153,8 @@ class SweepResult:
     facts: dict[str, Any]
     reference: str  # of the ratios: `auto`, or where it does not fit the last
     tolerance: float
-    best: tuple[Row, str] | None
+    flags: str  # recommended, and why
+    why: str
 
     @staticmethod
     def of(rows: Sequence[Row], facts: dict[str, Any], tolerance: float) -> SweepResult:
@@ -169,10 +167,9 @@ class SweepResult:
         rows = [replace(row, ratio=row.time_ms and row.time_ms / below) for row in rows]
         known = [row for row in rows if row.status == OK and row.ratio and row.peak_mib]
         front = {known[i] for i in pareto_front([(row.ratio or 0.0, row.peak_mib or 0.0) for row in known])}
-        best = recommend(rows, tolerance)
-        chosen = best and best[0]
-        rows = [replace(row, on_front=row in front, recommended=row is chosen) for row in rows]
-        return SweepResult(rows, facts, reference.name, tolerance, best)
+        best, why = recommend(rows, tolerance)
+        rows = [replace(row, on_front=row in front, recommended=row is best) for row in rows]
+        return SweepResult(rows, facts, reference.name, tolerance, best.flags, why)
 
     @property
     def on_cpu(self) -> bool:
@@ -197,7 +194,7 @@ def of_head(given: argparse.Namespace, rows: list[Row], source: results.Row) -> 
     from megatron_fused_ce.scripts.bench import loss, measure
     from megatron_fused_ce.scripts.bench.problem import World
 
-    world = World(given.sequence_parallel, use_gpu=given.device == "cuda")
+    world = World(given.device == "cuda", given.sequence_parallel)
     on_cpu = f"{source['device']}, {torch.get_num_threads()} threads"
     facts = {"what": "head", "dtype": given.dtype, "tp": world.size, "blocks": given.blocks}
     facts["sample_ms"] = given.sample_ms
@@ -332,18 +329,14 @@ def markdown(result: SweepResult) -> str:
         ])  # fmt: skip
     head = ["strategy", "chunks", *([] if launched else ["what ran"]), "ms", f"over {result.reference}"]
     lines += [tables.markdown([*head, "spread", "peak, MiB", "error", "front"], table), ""]
-    best, why = result.best or (None, "nothing ran to its end")
-    words = ["No flags to recommend:" if best is None else f"Recommended{' on this CPU' * result.on_cpu}:"]
-    words += [f"    {best.flags}"] if best else []
-    return (
-        "\n".join([*lines, "\n\n".join([*words, why, *([ON_A_CPU] if best and result.on_cpu else [])])])
-        + "\n"
-    )
+    words = [f"Recommended{' on this CPU' * result.on_cpu}:", f"    {result.flags}", result.why]
+    words += [ON_A_CPU] * result.on_cpu
+    return "\n".join([*lines, "\n\n".join(words)]) + "\n"
 
 
 def write(result: SweepResult, out: Path) -> None:
     source = result.facts | {"reference": result.reference, "tolerance": result.tolerance}
-    source["recommended"] = result.best and {"flags": result.best[0].flags, "why": result.best[1]}
+    source["recommended"] = {"flags": result.flags, "why": result.why}
     rows = [{"shape": result.about, "variant": row.name, **asdict(row)} for row in result.rows]
     results.write(out / "sweep.json", rows, source)
     results.write_whole(out / "sweep.md", markdown(result))

@@ -40,8 +40,7 @@ GRAD_IN_FORWARD = "--fused-chunked-ce --fused-ce-strategy grad_in_forward --fuse
 
 @pytest.fixture(scope="module")
 def forks():
-    with forked_launches.server(CORE_0_19) as server:
-        yield server
+    return forked_launches.Server(CORE_0_19)
 
 
 def words_of(script, *flags):

@@ -30,7 +30,7 @@ from megatron_fused_ce.plan.setting import (
     StepSettings,
 )
 from megatron_fused_ce.planner.choose import plan
-from megatron_fused_ce.planner.memory import MIB, PlanInputs, stock_bytes_per_logit
+from megatron_fused_ce.planner.memory import MIB, PlanInputs
 from megatron_fused_ce.scripts.dev import figures_plan as check_plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -486,15 +486,3 @@ def test_what_ran_out_of_memory_is_not_said_to_fit():
         found = estimate(one, check_plan.head_of(one, row["variant"]))
         verdict = advice.verdict(found, check_plan.h200())
         assert (verdict == "fits") == (row["status"] == "ok"), (name, row["variant"])
-
-
-def test_bytes_a_logit_are_those_that_were_measured():
-    used = {name: stock_bytes_per_logit(name, in_fp32=False) for name in heads.STOCK_PATHS}
-    measured = [
-        (check_plan.STOCK[row["variant"]], check_plan.bytes_per_logit(row))
-        for _, row in check_plan.head_rows()
-        if row["variant"] in check_plan.STOCK
-    ]
-    assert {name for name, _ in measured} == set(used)
-    for name, found in measured:
-        assert found == pytest.approx(used[name], abs=0.02)

@@ -1,7 +1,8 @@
 """Stands for pretrain_gpt.py in a test's checkout: logs as Megatron does, and needs no torch.
 
-With the flag and more than one chunk it goes wrong as its words say: ``--full``, ``--break``, ``--wrong``,
-``--idle``. ``$LAUNCHES``: a file that gets each launch's words.
+With the flag and several chunks it goes wrong as its words say: ``--full``, ``--break``, ``--wrong``,
+``--nan``, ``--norm``, ``--short``, ``--idle``, ``--stored``; with N chunks alone as ``--full=N`` does.
+Without the flag: ``--native-nan``, ``--native-wrong``. ``$LAUNCHES``: a file that gets each launch's words.
 """
 
 import os
@@ -18,7 +19,8 @@ if "LAUNCHES" in os.environ:
         print(*words, file=file)
 flag, native = "--fused-chunked-ce" in words, "native" in words
 chunks = value("--fused-ce-num-chunks", 0)
-goes_wrong = {word for word in words if flag and chunks > 1}
+split = (word.partition("=") for word in words if flag and chunks > 1)
+goes_wrong = {name for name, _, of in split if of in ("", str(chunks))}
 if "--refused" in words:
     raise SystemExit("pretrain_gpt.py: error: unrecognized arguments: --refused")
 if chunks and not flag:
@@ -28,13 +30,18 @@ if "--full" in goes_wrong or value("--seq-length", 0) > value("--most-tokens", 1
 if "--break" in goes_wrong:
     raise RuntimeError("no kernel for this GPU")
 print(f"[Rank 0] memory (MB) | allocated: 1.00 | max allocated: {500 if flag else 900}.00 |")
-end = value("--exit-interval", value("--train-iters", 12))
+end = value("--exit-interval", value("--train-iters", 12)) - ("--short" in goes_wrong)
 for i in range(1, end + 1):
     ms = 10 + 2 * (chunks > 0) + (90 // i if i < 3 else 0)
-    loss = 5.0 - 0.1 * i + 1e-6 * native + 0.1 * ("--wrong" in goes_wrong)
+    loss = 5.0 - 0.1 * i + 0.1 * ("--wrong" in goes_wrong)
+    loss += 0.06 if "--native-wrong" in words else 1e-6 * native
+    if "--nan" in goes_wrong or "--native-nan" in words:
+        loss = float("nan")
+    norm = 1.0 + 1e-3 * ("--norm" in goes_wrong)
     print(
         f" iteration {i:8d}/ {end} | elapsed time per iteration (ms): {ms:.1f} | lm loss: {loss:.6E} | "
-        "grad norm: 1.000 | number of skipped iterations:   0 | number of nan iterations:   0 |"
+        f"grad norm: {norm:.3f} | number of skipped iterations:   0 | number of nan iterations:   0 |"
     )
 if flag and "--idle" not in goes_wrong:
-    print(f"[fused-ce] heads: {end} fused, 0 on the stock path; logits materialised: 0")
+    stored = int("--stored" in goes_wrong)
+    print(f"[fused-ce] heads: {end} fused, 0 on the stock path; logits materialised: {stored}")

@@ -7,7 +7,6 @@ tests/project/test_packaging.py launch by torchrun and Python.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
 import re
 import runpy
@@ -16,7 +15,7 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +50,6 @@ class Server:
             ends = [str(outcome.value) for outcome in outcomes if outcome.failed]
             numbers = [int(found[1]) for end in ends if (found := re.match(r"ended with status (\d+)", end))]
             return (numbers or [int(bool(ends))])[0], Path(output.name).read_text()
-
-
-@contextlib.contextmanager
-def server(folder: Path | None) -> Iterator[Server]:
-    yield Server(folder)
 
 
 def run(

@@ -25,19 +25,9 @@ else:
     weights_bytes = None  # Megatron's estimate knows transformers only
 argument_utils.pretrain_cfg_container_from_args(args, model)
 
-found = {
-    "script": os.path.basename(__file__),
-    "config": repr(active_config()),
-    "vocab_size": args.vocab_size,
-    "padded_vocab_size": model.vocab_size,
-    "tensor_parallel": args.tensor_model_parallel_size,
-    "sequence_parallel": args.sequence_parallel,
-    "world_size": args.world_size,
-    "data_parallel": args.data_parallel_size,
-    "mock_data": args.mock_data,
-    "loss_fusion": args.cross_entropy_loss_fusion,
-    "mtp_num_layers": args.mtp_num_layers,
-    "num_layers": model.transformer.num_layers,
-    "weights_bytes": weights_bytes,
-}
+NAMES = ("vocab_size", "tensor_model_parallel_size", "sequence_parallel", "world_size", "data_parallel_size")
+NAMES += ("mock_data", "cross_entropy_loss_fusion", "mtp_num_layers")
+found = {name: getattr(args, name) for name in NAMES}
+found |= {"padded_vocab_size": model.vocab_size, "weights_bytes": weights_bytes}
+found |= {"script": os.path.basename(__file__), "config": repr(active_config())}
 print(f"PROBE{json.dumps(found)}", flush=True)

@@ -13,13 +13,12 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from megatron_fused_ce import FusedCEConfig
-from tests.support import forked_launches
+from tests.support.forked_launches import Server
 from tests.support.launches import LAUNCHES
 from tests.support.megatron import CORE_0_19
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "scripts" / "examples"
-GIB = 2**30
 
 #: Stands for torchrun in the examples: says what it was asked for.
 TORCHRUN = f"""#!{sys.executable} -SE
@@ -28,100 +27,78 @@ print(json.dumps([sys.argv[1:], dict(os.environ)]))
 """
 
 
-@pytest.fixture(scope="module")
-def megatron():
-    """Megatron's parser, imported once."""
+@pytest.fixture
+def run(tmp_path):
+    """Runs an example as rank 0, a probe in the place of Megatron's scripts: status, output, findings."""
     if not CORE_0_19.is_dir():
         pytest.skip(f"no {CORE_0_19.name} in the environment: run scripts/dev/setup_env.sh")
-    with forked_launches.server(CORE_0_19) as server:
-        yield server
-
-
-@pytest.fixture
-def run(megatron, tmp_path):
-    """Runs an example as rank 0, with a probe in the place of Megatron's scripts: status and output."""
-    checkout, programs = tmp_path / "Megatron-LM", tmp_path / "bin"
-    checkout.mkdir()
-    programs.mkdir()
     for script in ("pretrain_gpt.py", "pretrain_hybrid.py"):
-        (checkout / script).symlink_to(ROOT / "tests" / "support" / "pretrain_probe.py")
-    (programs / "torchrun").write_text(TORCHRUN)
-    (programs / "torchrun").chmod(0o755)
+        (tmp_path / script).symlink_to(ROOT / "tests" / "support" / "pretrain_probe.py")
+    (tmp_path / "torchrun").write_text(TORCHRUN)
+    (tmp_path / "torchrun").chmod(0o755)
+    here = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "MEGATRON_LM_PATH": str(tmp_path)}
 
-    def run_example(name: str, *arguments: str, **settings: str) -> tuple[int, str]:
-        environment = os.environ | {
-            "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
-            "MEGATRON_LM_PATH": str(checkout),
-        }
-        done = subprocess.run(
-            # Transformer Engine's kernel is not on a CPU.
-            [str(EXAMPLES / f"{name}.sh"), "--no-rope-fusion", *arguments],
-            env=environment | settings,
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-        )
+    def run_example(name: str, *arguments: str, **settings: str) -> tuple[int, str, dict]:
+        # Transformer Engine's kernel is not on a CPU.
+        words = [EXAMPLES / f"{name}.sh", "--no-rope-fusion", *arguments]
+        environment = os.environ | here | settings
+        done = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         words, environment = json.loads(done.stdout)
         asked = get_args_parser().parse_args(words)  # torchrun's own
         environment["WORLD_SIZE"] = str(int(asked.nproc_per_node) * int(asked.nnodes))
-        script = [*(["-m"] if asked.module else []), asked.training_script]
-        return megatron.launch([*script, *asked.training_script_args], tmp_path, ranks=[0], **environment)
+        words = [*(["-m"] if asked.module else []), asked.training_script, *asked.training_script_args]
+        status, output = Server(CORE_0_19).launch(words, tmp_path, ranks=[0], **environment)
+        found = re.search(r"^PROBE(.*)", output, re.MULTILINE)
+        assert bool(found) == (status == 0), output[-3000:]
+        return status, output, json.loads(found[1]) if found else {}
 
     return run_example
-
-
-def probed(status: int, output: str) -> dict:
-    assert status == 0, output[-3000:]
-    (line,) = (line for line in output.splitlines() if line.startswith("PROBE"))
-    return json.loads(line.removeprefix("PROBE"))
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_megatron_takes_every_argument(run, name):
     expected = LAUNCHES[name]
-    status, output = run(name)
-    found = probed(status, output)
-    assert found["config"] == repr(FusedCEConfig())
-    assert not found["loss_fusion"] and found["mock_data"]
+    _, output, found = run(name)
+    assert found["config"] == repr(FusedCEConfig()) and found["mock_data"]
+    assert not found["cross_entropy_loss_fusion"]
     assert found["script"] == ("pretrain_hybrid.py" if "hybrid" in name else "pretrain_gpt.py")
-    assert found["world_size"] == expected["gpus"]
-    assert found["data_parallel"] == expected["data_parallel"]
+    assert (found["world_size"], found["data_parallel_size"]) == (expected["gpus"], expected["data_parallel"])
     # One rank's rows are whole tiles, and no row is padding.
     assert found["padded_vocab_size"] == found["vocab_size"]
-    assert found["vocab_size"] % (8 * found["tensor_parallel"]) == 0
-    assert found["sequence_parallel"] == (found["tensor_parallel"] > 1)
+    assert found["vocab_size"] % (8 * found["tensor_model_parallel_size"]) == 0
+    assert found["sequence_parallel"] == (found["tensor_model_parallel_size"] > 1)
     assert found["mtp_num_layers"] == (1 if "mtp" in name else None)
     if expected["billions"] is not None:
         (count,) = re.findall(r"Total number of parameters in billions: ([\d.]+)", output)
         assert float(count) == pytest.approx(expected["billions"], abs=0.005)
         # Weights, gradients and optimizer leave room for activations on 80 GB.
-        assert found["weights_bytes"] < 45 * GIB
+        assert found["weights_bytes"] < 45 * 2**30
 
 
 def test_settings_and_arguments_of_the_caller_count(run):
-    found = probed(*run("llama3_8b", "--fused-ce-strategy", "store", TP="4", GPUS="16"))
+    _, _, found = run("llama3_8b", "--fused-ce-strategy", "store", TP="4", GPUS="16")
     assert found["config"] == repr(FusedCEConfig(strategy="store"))
-    assert (found["tensor_parallel"], found["data_parallel"]) == (4, 4)
-    status, output = run("qwen3_8b", "--fused-ce-no-such-option", "1")
+    assert (found["tensor_model_parallel_size"], found["data_parallel_size"]) == (4, 4)
+    status, output, _ = run("qwen3_8b", "--fused-ce-no-such-option", "1")
     assert status == 2 and "unrecognized arguments: --fused-ce-no-such-option 1" in output
     # What docs/coming-from.md says of Transformer Engine's loss.
-    status, output = run("llama3_8b", "--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "te")
+    status, output, _ = run("llama3_8b", "--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "te")
     assert status == 1 and "disabled due to stability issues" in output
 
 
-def test_the_scripts_source_launch_sh_and_add_one_line():
-    """Without the flag's line the words are stock Megatron's; no checkout is one line and status 2."""
+@pytest.mark.parametrize("path", ["", "/nowhere"])
+def test_no_checkout_is_one_line_and_status_2(path):
+    environment = os.environ | {"MEGATRON_LM_PATH": path}
+    done = subprocess.run(EXAMPLES / "llama3_8b.sh", env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
+    assert "set it to a checkout" in done.stderr
+
+
+def test_the_scripts_add_one_line():
+    """Without it the words are stock Megatron's."""
     assert {path.stem for path in EXAMPLES.glob("*.sh")} == {*LAUNCHES, "launch"}
     for name in LAUNCHES:
-        lines = (EXAMPLES / f"{name}.sh").read_text().splitlines()
-        assert 'source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"' in lines
-        code = [line.strip() for line in lines if not line.lstrip().startswith("#")]
-        assert [line for line in code if "fused" in line] == ["--fused-chunked-ce"], name
-    for path in ("", "/nowhere"):
-        environment = os.environ | {"MEGATRON_LM_PATH": path}
-        done = subprocess.run(
-            [str(EXAMPLES / "llama3_8b.sh")], env=environment, capture_output=True, text=True
-        )
-        assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
-        assert "set it to a checkout" in done.stderr
+        lines = (line.strip() for line in (EXAMPLES / f"{name}.sh").read_text().splitlines())
+        fused = [line for line in lines if "fused" in line and not line.startswith("#")]
+        assert fused == ["--fused-chunked-ce"], name

@@ -2,107 +2,44 @@
 
 from __future__ import annotations
 
-import math
-import os
-import signal
-import subprocess
-import sys
-import time
-import types
-from pathlib import Path
+from itertools import pairwise
 
 import pytest
 import torch
 
-from megatron_fused_ce.scripts.lib import gpu, launches, losses, results, runner
-from megatron_fused_ce.scripts.lib import logs as megatron_logs
+from megatron_fused_ce.scripts.lib import gpu, launches, results
 from megatron_fused_ce.scripts.runs import pretrain
-from tests.support.checkouts import FAKE_PRETRAIN, on_checkouts, stand_in
-from tests.support.commands import launches_without_torch, run_here
-
-LOG = """\
- [2026-01-01 00:00:00.0] iteration        1/       5 | consumed samples:            8 | \
-elapsed time per iteration (ms): 341.1 | learning rate: 1.000000E-03 | global batch size:     8 | \
-lm loss: 5.537932E+00 | mtp_1 loss: 5.123535E+00 | loss scale: 1.0 | grad norm: 2.586 | \
-number of skipped iterations:   0 | number of nan iterations:   0 |
-[Rank 0] (after 1 iterations) memory (MB) | allocated: 6408.50 | max allocated: 10624.25 | \
-reserved: 11000.00 | max reserved: 12000.00
- validation loss at iteration 1 on validation set | lm loss value: 5.400000E+00 | lm loss PPL: 2E+02 |
-[fused-ce] heads: 12 fused, 3 on the stock path; logits materialised: 0
-"""
+from tests.support.checkouts import on_checkouts
+from tests.support.commands import run_here
 
 
-def test_log_as_megatron_writes_it():
-    figures = megatron_logs.parse_logs([LOG])
-    assert figures.losses == {"lm loss": [5.537932], "mtp_1 loss": [5.123535], "lm loss validation": [5.4]}
-    assert (figures.grad_norms, figures.iteration_times_ms) == ([2.586], [341.1])
-    assert figures.max_allocated_mb == 10624.25
-    counts = (figures.heads_fused, figures.logits_materialised, figures.heads_stock)
-    assert counts == (12, 0, 3)
-    # Exact figures replace the rounded ones.
-    exact = '[megatron_cpu] exact {"iteration": 1, "grad norm": 2.58612345, "lm loss": 5.53793219}'
-    figures = megatron_logs.parse_logs([f"{exact}\n{LOG}"])
-    assert figures.grad_norms == [2.58612345]
-    assert figures.losses["lm loss"] == [5.53793219]
-    # A skipped iteration has no loss.
-    line = " iteration {} | loss scale: 2.0 |{} number of skipped iterations: {} |"
-    seen = [("1/ 3", "", "  1"), ("2/ 3", "", "  2"), ("3/ 3", " lm loss: 5.0E+00 |", "  0")]
-    figures = megatron_logs.parse_logs(["\n".join(line.format(*words) for words in seen)])
-    assert (figures.skipped, figures.losses) == ([1, 2], {"lm loss": [5.0]})
+def pretrained(checkout, *words, more=()):
+    """What the tool says, and its rows."""
+    out = checkout.parent / "out"
+    done = run_here(pretrain.main, f"--megatron={checkout}", f"--out={out}", *words, "--", *more)
+    return done, results.rows(out / "results.json")
 
 
-def test_largest_relative_difference():
-    def largest(*pair):
-        return losses.largest_relative_difference(*pair)
-
-    assert largest([5.0, 4.0], [5.0, 4.0]) == largest([math.nan], [math.nan]) == 0.0
-    assert largest([5.0, 4.004], [5.0, 4.0]) == pytest.approx(1e-3)
-    # Ended early; one not finite; nothing compared.
-    for pair in ([5.0], [5.0, 4.0]), ([5.0, math.nan], [5.0, 4.0]), ([], []):
-        assert largest(*pair) == math.inf
-
-
-# --- the tool --------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def checkout_here(tmp_path):
-    """Where a Megatron-LM would be: a script that logs as Megatron does; its launches are not by torchrun."""
-    with launches_without_torch():
-        yield stand_in(tmp_path / "megatron-lm", FAKE_PRETRAIN)
-
-
-def planned(checkout, *words):
-    """The runs, in order."""
-    given = pretrain._parser().parse_args([f"--megatron={checkout}", "--device=cuda", "--model=tiny", *words])
-    return [run for group in pretrain.plan(given, ["--last"]) for run in group]
-
-
-def after(words, flag):
-    """The last value of a flag."""
-    return words[len(words) - words[::-1].index(flag)]
-
-
-def test_launches_in_their_order(checkout_here):
-    words = ("--lengths", "131072", "16384", "--model=llama-3-8b:2", "--nproc=4", "--variants=auto,te-lifted")
-    runs = planned(checkout_here, *words)
-    names = [(run.case.num_tokens, run.variant) for run in runs]
-    assert names == [(length, name) for length in (131072, 16384) for name in ("auto", "te-lifted")]
-    long, lifted, short, _ = (run.words("M", ["torchrun"]) for run in runs)
+def test_launches_in_their_order(fake_checkout):
+    words = ("--device=cuda", "--nproc=4", "--variants=auto,te-lifted", "--lengths", "131072", "16384")
+    _, rows = pretrained(fake_checkout, *words, "--model=llama-3-8b:2", more=["--last"])
+    found = [(row["T"], row["variant"]) for row in rows]
+    assert found == [(length, name) for length in (131072, 16384) for name in ("auto", "te-lifted")]
+    long, lifted, short, _ = (row["command"].split() for row in rows)
     assert long[:5] == ["torchrun", "--nproc-per-node", "4", "-m", "megatron_fused_ce.launch"]
-    assert after(long, "--seq-length") == after(long, "--max-position-embeddings") == "131072"
-    assert (after(long, "--train-iters"), after(short, "--train-iters")) == ("4", "20")
-    assert (after(long, "--num-layers"), after(long, "--tensor-model-parallel-size")) == ("2", "4")
     # 128256 is not a multiple of 128 * 4, which Megatron would pad to.
-    assert after(long, "--make-vocab-size-divisible-by") == "32"
+    given = {"--seq-length": "131072", "--max-position-embeddings": "131072", "--train-iters": "4"}
+    given |= {"--num-layers": "2", "--tensor-model-parallel-size": "4"}
+    given |= {"--make-vocab-size-divisible-by": "32"}
+    assert given.items() <= dict(pairwise(long)).items() and dict(pairwise(short))["--train-iters"] == "20"
     assert {"--bf16", "--sequence-parallel", launches.UNTIED, "--last"} <= set(long)
-    assert "4 scripts/lib/runner.py --te-loss MEGATRON_LM/pretrain_gpt.py " in runs[1].command
+    assert "4 scripts/lib/runner.py --te-loss MEGATRON_LM/pretrain_gpt.py " in rows[1]["command"]
     assert lifted[-3:] == ["--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "te"]
-    (one,) = planned(checkout_here, "--nproc=1", "--model=llama-3.2-1b", "--lengths=64", "--variants=auto")
-    assert not {"--sequence-parallel", launches.UNTIED} & set(one.words("M", []))
+    _, (one,) = pretrained(fake_checkout, "--device=cuda", "--nproc=1", "--variants=auto", "--lengths=64")
+    assert "--sequence-parallel" not in one["command"] and launches.UNTIED not in one["command"]
 
 
-def test_from_command_line_to_files(checkout_here, tmp_path, monkeypatch):
+def test_from_command_line_to_files(fake_checkout, monkeypatch):
     """Out of memory is a result, and ends a variant's lengths. A second call launches nothing. An idle GPU's
     clock is not read."""
     monkeypatch.setattr(launches, "POLL_S", 0.01)
@@ -111,12 +48,11 @@ def test_from_command_line_to_files(checkout_here, tmp_path, monkeypatch):
     for name, values in {**readings, "temperature": (60, 60)}.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, values=values: values[device])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    words = (f"--megatron={checkout_here}", "--device=cuda", "--nproc=1", f"--out={tmp_path / 'out'}")
-    words += ("--model=tiny", "--lengths", "128", "64", "256", "--variants=unfused,auto")
-    words += ("--", "--most-tokens", "100", "--train-iters", "8")
-    done = run_here(pretrain.main, *words)
+    words = ("--device=cuda", "--nproc=1", "--model=tiny", "--lengths", "128", "64", "256")
+    words += ("--variants=unfused,auto",)
+    more = ("--most-tokens", "100", "--train-iters", "8")
+    done, rows = pretrained(fake_checkout, *words, more=more)
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = results.rows(tmp_path / "out" / "results.json")
     lost = ["out of memory", "ok", "not tried: out of memory at 128 tokens"]
     assert [row["status"] for row in rows if row["variant"] == "unfused"] == lost
     _, _, off, on, *_ = rows
@@ -124,112 +60,43 @@ def test_from_command_line_to_files(checkout_here, tmp_path, monkeypatch):
     assert on["tokens_per_s"] == pytest.approx(64e3 / on["time_ms"], abs=0.1) and on["loss_difference"] == 0
     assert (off["sm_mhz"], off["watts"], off["gpu"]["celsius"]) == (1500, 500, [60, 60, 60])
     assert "unfused 64 (out of memory at 128), auto 64 (out of memory at 128)." in done.stdout
-    assert str(tmp_path) not in off["command"]
-    (checkout_here / "pretrain_gpt.py").write_text("raise SystemExit('launched again')")
-    again = run_here(pretrain.main, *words)
+    assert str(fake_checkout) not in off["command"]
+    (fake_checkout / "pretrain_gpt.py").write_text("raise SystemExit('launched again')")
+    again, _ = pretrained(fake_checkout, *words, more=more)
     assert again.returncode == 0 and again.stdout.count("(kept)") == 4, again.stdout + again.stderr
 
 
-def test_a_broken_bound_is_status_1(checkout_here, tmp_path, monkeypatch):
-    wrong = "--fused-chunked-ce --fused-ce-num-chunks 4 --wrong"
-    monkeypatch.setitem(pretrain.MORE_VARIANTS, "wrong", wrong)
-    words = (f"--megatron={checkout_here}", "--nproc=1", f"--out={tmp_path / 'out'}")
-    words += ("--variants=unfused,native,wrong",)
-    done = run_here(pretrain.main, *words)
-    assert done.returncode == 1 and "loss differs by 2.2e-02, bound 1.0e-06" in done.stdout, done.stdout
-    assert "native" in done.stdout and "wrong none (ok at 64)" in done.stdout
+#: What goes wrong -> what is said of it.
+PROBLEMS = {
+    "right": None,
+    "wrong": "loss differs by 2.2e-02, bound 1.0e-06",
+    "norm": "grad norm differs by 1.0e-03, bound 1.0e-05",
+    "nan": "a loss is not finite",
+    "short": "ended after 4 of 5 iterations",
+    "idle": "heads fused: None, materialised: None",
+    "stored": "heads fused: 5, materialised: 1",
+    "break": "failed RuntimeError: no kernel for this GPU",
+}
 
 
-@pytest.mark.parametrize(
-    ("made", "problem"),
-    [
-        ({}, None),
-        ({"losses": {"lm loss": [5.00005]}}, None),  # 1e-5: within twice the yardstick's 8e-6
-        ({"losses": {"lm loss": [5.0001]}}, "loss differs by 2.0e-05, bound 1.6e-05"),
-        ({"grad_norms": [1.0001]}, "grad norm differs by 1.0e-04, bound 1.0e-05"),
-        ({"losses": {"lm loss": [math.nan]}}, "a loss is not finite"),
-        ({"iteration_times_ms": [9.0] * 4}, "ended after 4 of 5 iterations"),
-        ({"heads_fused": 0}, "heads fused: 0, materialised: 0"),
-        ({"logits_materialised": 1}, "heads fused: 32, materialised: 1"),
-        ({"status": "failed", "error": "AssertionError"}, "failed AssertionError"),
-    ],
-)
-def test_what_does_not_count_as_training(checkout_here, made, problem):
-    (run,) = planned(checkout_here, "--device=cpu", "--lengths=64", "--variants=auto")
-    same = {"losses": {"lm loss": [5.0]}, "grad_norms": [1.0], "iteration_times_ms": [9.0] * 5}
-    ours = megatron_logs.Figures(**{**same, "heads_fused": 32, "logits_materialised": 0, **made})
-    figures = {"unfused": megatron_logs.Figures(**same), "auto": ours}
-    for native in (5.00004, math.nan):  # that broke: a bound for none
-        figures["native"] = megatron_logs.Figures(**same | {"losses": {"lm loss": [native]}})
-        problems = pretrain.row_of(run, figures)["problems"]
-        if native == native:
-            assert (problems[0] if problems else None) == problem
-        else:
-            assert bool(problems) == (problem is not None or ours.losses != same["losses"])
+@pytest.mark.parametrize("native", ["", "--native-nan", "--native-wrong"])
+def test_what_does_not_count_as_training(fake_checkout, monkeypatch, native):
+    """Twice native's difference is the bound; a native run that broke is none."""
+    for name in PROBLEMS:
+        words = f"--fused-chunked-ce --fused-ce-num-chunks 4 --{name}"
+        monkeypatch.setitem(pretrain.MORE_VARIANTS, name, words)
+    monkeypatch.setitem(pretrain.VARIANTS, "native", f"{launches.STOCK['native']} {native}")
+    done, rows = pretrained(fake_checkout, "--nproc=1", f"--variants=unfused,native,{','.join(PROBLEMS)}")
+    found = {row["variant"]: row["problems"] for row in rows}
+    assert done.returncode == 1 and "norm none (ok at 64)" in done.stdout
+    for name, problem in (PROBLEMS | ({"wrong": None} if native == "--native-wrong" else {})).items():
+        assert found[name][:1] == ([problem] if problem else []), name
+        assert not problem or problem in done.stdout
 
 
 @on_checkouts
 def test_the_tool_on_a_checkout(checkout, tmp_path):
-    words = (f"--megatron={checkout}", f"--out={tmp_path}", "--variants=unfused,store")
-    done = run_here(pretrain.main, *words)
+    done = run_here(pretrain.main, f"--megatron={checkout}", f"--out={tmp_path}", "--variants=unfused,store")
     assert done.returncode == 0, done.stdout + done.stderr
     unfused, store = results.rows(tmp_path / "results.json")
     assert (unfused["status"], store["problems"]) == ("ok", []) and store["loss_difference"] < 1e-6
-
-
-# --- what launches are made of ---------------------------------------------------------------
-
-
-def test_ways_of_running_out_of_memory():
-    for line in (
-        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB.",
-        "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)",
-        "ncclUnhandledCudaError: Call to CUDA function failed. Cuda failure 2 'out of memory'",
-    ):
-        assert megatron_logs.parse_logs([f"[rank0]: {line}"]).status == "out of memory"
-    for other in ("> theoretical memory footprints: weight and optimizer=20000 MB", "AssertionError"):
-        assert megatron_logs.parse_logs([other]).status == "ok"
-
-
-RANK_AND_LAUNCHER = """
-import subprocess, sys, time
-rank = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
-rank += "print(1, flush=True); time.sleep(600)"
-child = subprocess.Popen([sys.executable, "-c", rank], stdout=subprocess.PIPE, start_new_session=True)
-child.stdout.readline()
-print(child.pid, flush=True)
-time.sleep(600)
-"""
-
-
-def test_hung_ranks_are_ended_with_their_launcher():
-    """torchrun gives each rank a session of its own: killing the launcher's group spares them."""
-    launcher = subprocess.Popen(
-        [sys.executable, "-c", RANK_AND_LAUNCHER], stdout=subprocess.PIPE, start_new_session=True
-    )
-    rank = int(launcher.stdout.readline())
-    launches.end_launch(launcher, grace_s=0.5)
-    assert launcher.poll() is not None
-    for _ in range(50):
-        if not Path(f"/proc/{rank}").exists() or " Z " in Path(f"/proc/{rank}/stat").read_text():
-            return
-        time.sleep(0.1)
-    os.kill(rank, signal.SIGKILL)
-    pytest.fail("the rank outlived end_launch")
-
-
-def test_lifted_refusal_leaves_the_rest_of_the_check():
-    seen = []
-
-    def validate_args(args, defaults):
-        assert args.cross_entropy_fusion_impl != "te", "refused"
-        seen.append((args.cross_entropy_fusion_impl, defaults))
-        args.checked = True
-        return args
-
-    arguments = types.SimpleNamespace(validate_args=validate_args)
-    runner.lift_te_refusal(arguments)
-    args = types.SimpleNamespace(cross_entropy_fusion_impl="te")
-    assert arguments.validate_args(args, {"a": 1}) is args
-    assert seen == [("native", {"a": 1})]
-    assert (args.cross_entropy_fusion_impl, args.checked) == ("te", True)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import torch
 
@@ -14,44 +11,32 @@ from megatron_fused_ce.losses.label import CrossEntropy
 from megatron_fused_ce.losses.terms import Pull
 from megatron_fused_ce.scripts.runs import selfcheck
 
-ROOT = Path(__file__).resolve().parents[2]
 
-
-def run(tmp_path, capsys):
+def selfchecked(tmp_path, capsys):
     status = selfcheck.main(["--device", "cpu", "--calls", "12", "--out", str(tmp_path / "found.json")])
     return status, capsys.readouterr().out, json.loads((tmp_path / "found.json").read_text())
 
 
+def fails(*_):
+    raise RuntimeError("no kernel image is available")
+
+
 def test_right_and_wrong(tmp_path, capsys, monkeypatch):
-    status, out, found = run(tmp_path, capsys)
+    status, out, found = selfchecked(tmp_path, capsys)
     assert status == 0 and "12 calls against fp64, 0 wrong" in out and "not timed: no GPU" in out
     assert found["calls"] == 12 and not found["wrong"] and found["torch"]
-    # grad_hidden and grad_weight too large by two percent, where the loss is a sum of terms.
+    # grad_hidden and grad_weight too large by two percent, where the loss is a sum of terms; then an error.
     stock = CrossEntropy.pull
     monkeypatch.setattr(CrossEntropy, "pull", lambda *of: Pull(*(x and 1.02 * x for x in stock(*of))))
-    status, out, found = run(tmp_path, capsys)
+    status, out, found = selfchecked(tmp_path, capsys)
     assert status == 1 and found["wrong"] and "grad_hidden is off by" in out
-
-
-def test_a_call_that_fails_is_wrong(tmp_path, capsys, monkeypatch):
-    def fail(*_):
-        raise RuntimeError("no kernel image is available")
-
-    monkeypatch.setattr(CrossEntropy, "value", fail)
-    status, out, _ = run(tmp_path, capsys)
+    monkeypatch.setattr(CrossEntropy, "value", fails)
+    status, out, _ = selfchecked(tmp_path, capsys)
     assert status == 1 and "RuntimeError: no kernel image is available" in out
 
 
 def test_without_triton(tmp_path, capsys, monkeypatch):
-    """A CPU needs none; on a GPU it is said once, not of a hundred calls."""
-    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['triton'] = None")
-    words = ["--device", "cpu", "--calls", "12", "--out", "found.json"]
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_fused_ce", "selfcheck", *words],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0 and "12 calls against fp64, 0 wrong" in done.stdout, done.stderr
-    assert json.loads((tmp_path / "found.json").read_text())["calls"] == 12
+    """On a GPU it is said once, not of a hundred calls; tests/project/test_packaging.py: a CPU needs none."""
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert selfcheck.main(["--out", str(tmp_path / "none.json")]) == 2

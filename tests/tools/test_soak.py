@@ -1,66 +1,84 @@
-"""tests/soak.py: a few steps over ranks, and each kind of failure that it must see."""
+"""tests/soak.py: a few steps over ranks, and each kind of failure that it must see.
+
+``-m tests.tools.test_soak FAULT OPTIONS...`` is the soak with one thing broken, under torchrun.
+"""
 
 from __future__ import annotations
 
-import pytest
+import sys
+import time
 
-from megatron_fused_ce.scripts.lib import results
+import pytest
+import torch
+
+from megatron_fused_ce.scripts.lib import gloo, results
 from tests import soak
+
+leaked = []
+#: What is done to a call's results after a step, and what is said of it.
+FAULTS = {
+    "drift": (  # one bit of one rank's loss, of a call that was there before
+        lambda made, step: made["loss"].view(torch.int32)[0, 0].bitwise_xor_(soak.RANK == 1 and step > 7),
+        "rank 1: drift: other bits than the first time",
+    ),
+    "wrong": (lambda made, step: made["loss"].mul_(1.03), "drift: loss: error"),
+    "hang": (
+        lambda made, step: time.sleep(3600 * (soak.RANK == 1 and step == 7)),
+        "hang: no progress for 8 s in step",
+    ),
+    "leak": (
+        lambda made, step: leaked.extend(torch.empty(1) for _ in range(10)),
+        "leak: tensors after each visit",
+    ),
+}
 
 
 def run_forked(forks, ranks, folder, *words):
     """Status and output, of ranks that find torch imported."""
     environment = {"WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
-    return forks.launch([*words, "--seed", "3"], folder, ranks=range(ranks), **environment)
+    return forks.launch(["-m", *words, "--seed", "3"], folder, ranks=range(ranks), **environment)
 
 
 def test_a_short_soak(forks, tmp_path):
     """Over TP 2 and 4; then one that the time limit ends."""
     path = tmp_path / "soak.json"
-    words = ("-m", "tests.soak", "--steps", "24", "--pool", "4", "--json", str(path))
+    words = ("tests.soak", "--steps", "24", "--pool", "4", "--json", str(path))
     status, said = run_forked(forks, 4, tmp_path, *words)
     assert status == 0 and "soak: no drift, hang or leak" in said, said[-3000:]
     (row,) = results.rows(path)
     assert (row["failure"], row["steps"], row["shape"]) == (None, 24, "4 ranks")
     assert 0 < row["worst_error_over_bound"] <= 1 and row["problems"] > 4 and row["collectives"] > 24 * 4
     limit = ("--steps", "100000", "--time-limit", "1", "--pool", "2")
-    status, said = run_forked(forks, 2, tmp_path, "-m", "tests.soak", *limit)
+    status, said = run_forked(forks, 2, tmp_path, "tests.soak", *limit)
     assert status == 0 and "no drift, hang or leak" in said, said[-2000:]
 
 
-@pytest.mark.parametrize(
-    ("fault", "words"),
-    [
-        ("drift", "rank 1: drift: other bits than the first time"),
-        ("wrong", "drift: loss: error"),
-        ("hang", "hang: no progress for 8 s in step"),
-        ("leak", "leak: tensors after each visit"),
-    ],
-)
-def test_what_is_wrong_ends_it_with_status_1(forks, tmp_path, fault, words):
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_wrong_ends_it_with_status_1(forks, tmp_path, fault):
     # Two busy cores can keep a rank waiting for longer than one that hangs has to.
-    patience = "8" if fault == "hang" else "120"
-    steps = ("--steps", "80", "--pool", "2", "--hang-timeout", patience)
-    status, said = run_forked(forks, 2, tmp_path, "-m", "tests.tools.broken_soak", fault, *steps)
-    assert status == 1 and words in said and "no drift, hang or leak" not in said, said[-3000:]
-    assert fault != "hang" or "broken_soak.py" in said
+    words = (__name__, fault, "--steps", "80", "--pool", "2")
+    words += ("--hang-timeout", "8" if fault == "hang" else "120")
+    status, said = run_forked(forks, 2, tmp_path, *words)
+    assert status == 1 and FAULTS[fault][1] in said and "no drift, hang or leak" not in said, said[-3000:]
+    assert fault != "hang" or "test_soak.py" in said  # its stack
 
 
-@pytest.mark.parametrize(
-    ("history", "grows"),
-    [
-        ([50, 90, *[5.0] * 20], False),  # the first two do not count
-        ([0, 0, *[5.0] * 8, *[8.0] * 12], False),  # a workspace, within the slack
-        ([0, 0, *[5.0] * 12, 30.0, *[5.0] * 9], False),  # a spike
-        ([float(i) for i in range(24)], True),
-        ([0, 0, *[5.0] * 10, *[12.0] * 12], True),
-        ([float(i) for i in range(8)], False),  # too few to tell
-    ],
-)
-def test_leaks_are_told_from_late_workspaces(history, grows):
-    assert soak.leak_in(history, 4.0) == grows
+def test_leaks_are_told_from_late_workspaces():
+    """Of the first two, a workspace within the slack, a spike; too few tell nothing."""
+    calm = [50, 90, *[5.0] * 20], [0, 0, *[5.0] * 8, *[8.0] * 12], [0, 0, *[5.0] * 12, 30.0, *[5.0] * 9]
+    growing = [float(i) for i in range(24)]
+    assert not any(soak.leak_in(history, 4.0) for history in (*calm, growing[:8]))
+    assert soak.leak_in(growing, 4.0) and soak.leak_in([0, 0, *[5.0] * 10, *[12.0] * 12], 4.0)
 
 
-def test_one_rank_is_told_how_to_start(monkeypatch, capsys):
-    monkeypatch.setattr(soak, "WORLD", 1)
-    assert soak.main([]) == 2 and "torchrun" in capsys.readouterr().err
+if __name__ == "__main__":
+    (fault, _), right, steps = FAULTS[sys.argv.pop(1)], soak.run, []
+
+    def run(*args, **options):
+        steps.append(1)
+        made = right(*args, **options)
+        fault(made, len(steps))
+        return made
+
+    soak.run = run
+    gloo.leave(soak.main())

@@ -1,0 +1,161 @@
+"""scripts/lib: results on disk, logs, launches that are ended, gloo's groups."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import pytest
+
+from megatron_fused_ce.cli.command_line import UsageError
+from megatron_fused_ce.scripts.lib import launches, logs, results, runner
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+# --- results ---------------------------------------------------------------------------------
+
+ROW = {**dict.fromkeys(results.ROW), "shape": "llama-3-8b", "variant": "store", "time_ms": 1.5, "T": 64}
+
+
+def test_what_is_written_is_read_with_its_source(tmp_path):
+    path = tmp_path / "new" / "x.json"
+    source = results.made_by("", ["bench", "--tp", "2", "--out", "/somewhere/else/x.json"])
+    results.write(path, [ROW, ROW | {"loss": [math.nan]}], source)
+    first, second = results.rows(path)
+    assert first == {**source, **ROW} and second["loss"] == ["nan"]
+    assert first["commit"] and first["device"].endswith("CPU")
+    assert first["command"] == "bench --tp 2 --out x.json", "no path of a machine is kept"
+    with pytest.raises(ValueError, match="row 0: time_ms is no number: 'inf'"):
+        results.write(path, [ROW | {"time_ms": math.inf}], source)
+    assert [file.name for file in path.parent.iterdir()] == ["x.json"] and len(results.rows(path)) == 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"schema": 2}, "its schema is not 1"),
+        ({"made_by": {"commit": "a", "device": "b"}}, "made_by lacks command, megatron, python"),
+        ({"rows": {}}, "rows is no list"),
+        ({"rows": [{}]}, "row 0 lacks host_ms, peak_mib, ratio, shape, spread, time_ms, variant"),
+        ({"rows": [ROW | {"variant": ""}]}, "variant is no name"),
+        ({"rows": [ROW | {"time_ms": True}]}, "time_ms is no number"),
+        ({"rows": [ROW | {"peak_mib": -1}]}, "peak_mib is below 0"),
+    ],
+)
+def test_each_defect_of_a_file_is_said(tmp_path, wrong, words):
+    path = tmp_path / "x.json"
+    right = {"schema": results.SCHEMA, "made_by": results.made_by("NVIDIA H200", ["bench"]), "rows": [ROW]}
+    path.write_text(json.dumps(right | wrong))
+    with pytest.raises(UsageError, match=f"x.json cannot be read as a result: .*{words}"):
+        results.rows(path)
+
+
+def test_committed_files_follow_the_schema():
+    for path in (ROOT / results.RESULTS).glob("*.json"):
+        results.read(path)
+
+
+# --- logs ------------------------------------------------------------------------------------
+
+LINE = " iteration {}/ 3 |{} loss scale: 2.0 | number of skipped iterations: {} |"
+LOG = [
+    LINE.format(1, "", 1),
+    LINE.format(2, "", 2),
+    LINE.format(3, " lm loss: 5.0E+00 | grad norm: 2.6 |", 0),
+]
+EXACT = '[megatron_cpu] exact {"iteration": 3, "grad norm": 2.58612345, "lm loss": 5.53793219}'
+
+
+def test_figures_of_a_log():
+    """A skipped iteration has no loss; exact figures of a stand-in for CUDA replace the rounded ones."""
+    for lines, loss, norm in ((LOG, 5.0, 2.6), ([EXACT, *LOG], 5.53793219, 2.58612345)):
+        found = logs.parse_logs(["\n".join(lines)])
+        assert (found.skipped, found.losses, found.grad_norms) == ([1, 2], {"lm loss": [loss]}, [norm])
+
+
+def test_ways_of_running_out_of_memory():
+    for line in (
+        "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)",
+        "ncclUnhandledCudaError: Call to CUDA function failed. Cuda failure 2 'out of memory'",
+    ):
+        assert logs.parse_logs([f"[rank0]: {line}"]).status == "out of memory"
+    other = "> theoretical memory footprints: weight and optimizer=20000 MB"
+    assert logs.parse_logs([other]).status == "ok"
+
+
+# --- launches --------------------------------------------------------------------------------
+
+RANK = """
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print(1, flush=True)
+time.sleep(600)
+"""
+LAUNCHER = """
+import subprocess, sys, time
+rank = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE, start_new_session=True)
+rank.stdout.readline()
+print(rank.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_hung_ranks_are_ended_with_their_launcher():
+    """torchrun gives each rank a session of its own: killing the launcher's group spares them."""
+    words = [sys.executable, "-c", LAUNCHER, RANK]
+    launcher = subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True)
+    rank = Path(f"/proc/{int(launcher.stdout.readline())}/stat")
+    launches.end_launch(launcher, grace_s=0.5)
+    assert launcher.poll() is not None
+    for _ in range(50):
+        if not rank.exists() or " Z " in rank.read_text():
+            return
+        time.sleep(0.1)
+    os.kill(int(rank.parent.name), 9)
+    pytest.fail("the rank outlived end_launch")
+
+
+def test_lifted_refusal_leaves_the_rest_of_the_check():
+    def validate_args(args, defaults):
+        assert args.cross_entropy_fusion_impl == "native", "refused"
+        args.checked = defaults
+        return args
+
+    arguments = types.SimpleNamespace(validate_args=validate_args)
+    runner.lift_te_refusal(arguments)
+    args = arguments.validate_args(types.SimpleNamespace(cross_entropy_fusion_impl="te"), {"a": 1})
+    assert (args.cross_entropy_fusion_impl, args.checked) == ("te", {"a": 1})
+
+
+# --- gloo ------------------------------------------------------------------------------------
+
+ALONE = """
+import atexit, datetime, sys, threading
+import torch, torch.distributed as dist
+from megatron_fused_ce.scripts.lib import gloo
+gloo.use_one_thread()
+gloo.use_one_thread()
+timeout = datetime.timedelta(seconds=77)
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 1), rank=0, world_size=1, timeout=timeout)
+for group, seconds in (dist.group.WORLD, 77), (dist.new_group([0], timeout=2 * timeout), 154):
+    options = group._get_backend(torch.device("cpu")).options
+    assert (options._threads, options._timeout.total_seconds()) == (1, seconds), options
+    dist.all_reduce(torch.ones(3), group=group)
+atexit.register(print, "at exit")
+threading.Thread(target=threading.Event().wait).start()  # would keep Python from ending
+gloo.leave()
+"""
+
+
+def test_groups_have_one_worker_thread(tmp_path):
+    """All else that a group was asked for is kept; what is to happen at exit does, before the end."""
+    words = [sys.executable, "-c", ALONE, str(tmp_path / "store")]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "at exit\n"), done.stderr
