@@ -48,33 +48,36 @@ def test_the_digest_is_that_of_every_python():
     assert forms.digest(function(SNIPPET)) == DIGEST
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "same"),
-    [
-        ('"""Words."""', '"""Other words."""', True),
-        ("a: int", "a", True),
-        ('-> "T"', "", True),
-        ("x: int = 0", "x: float = 0", True),
-        ("pass", "pass  # a comment", True),
-        ('f"a{x!r:>{a}}b" "c"', 'f"a{x!r:>{a}}bc"', True),
-        ("1_000", "1000", True),
-        ('u"no"', '"no"', True),
-        ("{x!r:", "{x!s:", False),
-        ("-1.5e-3", "-1.6e-3", False),
-        ("1_000", "1000.0", False),
-        ("c: float", "c2: float", False),
-        ("@decorated(1", "@decorated(2", False),
-        ("Point(x=0)", "Point(x=1)", False),
-        ("a < b <= c", "a < b < c", False),
-        ("def f(", "def g(", False),
-        (", /, b", ", b", False),
-        ("case [1, *_] | Point", "case [1] | Point", False),
-    ],
-)
-def test_what_a_digest_sees(old, new, same):
-    assert SNIPPET.count(old) == 1
-    changed = forms.digest(function(SNIPPET.replace(old, new)))
-    assert (changed == forms.digest(function(SNIPPET))) == same
+#: Nothing that runs: words of docstrings, annotations, comments, how numbers and strings are written.
+SAME = [
+    ('"""Words."""', '"""Other words."""'),
+    ("a: int", "a"),
+    ('-> "T"', ""),
+    ("x: int = 0", "x: float = 0"),
+    ("pass", "pass  # a comment"),
+    ('f"a{x!r:>{a}}b" "c"', 'f"a{x!r:>{a}}bc"'),
+    ("1_000", "1000"),
+    ('u"no"', '"no"'),
+]
+OTHER = [
+    ("{x!r:", "{x!s:"),
+    ("-1.5e-3", "-1.6e-3"),
+    ("1_000", "1000.0"),
+    ("c: float", "c2: float"),
+    ("@decorated(1", "@decorated(2"),
+    ("Point(x=0)", "Point(x=1)"),
+    ("a < b <= c", "a < b < c"),
+    ("def f(", "def g("),
+    (", /, b", ", b"),
+    ("case [1, *_] | Point", "case [1] | Point"),
+]
+
+
+def test_what_a_digest_sees():
+    for old, new in SAME + OTHER:
+        assert SNIPPET.count(old) == 1
+        changed = forms.digest(function(SNIPPET.replace(old, new)))
+        assert (changed == DIGEST) == ((old, new) in SAME), new
 
 
 def plain(x, y=2, *, z=None):
