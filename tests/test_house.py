@@ -303,7 +303,7 @@ def defined(file: Path) -> Iterator[str]:
 
 @pytest.mark.rest
 def test_roles_of_docstrings_name_what_exists():
-    """By any ending of its path; that links reach it, tests/project/test_docs.py's strict build knows."""
+    """By any ending of its path; what the package names is its own."""
     in_package, in_all = set(), set()
     for file in files_of("megatron_fused_ce", "kernels", "scripts", "tests"):
         for path in defined(file):
