@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import re
@@ -215,8 +214,6 @@ def test_what_is_not_counted_takes_the_verdict(words, said):
         for dashes in ("", "-"):
             vouched = [("--ignore", name.lstrip(dashes)) for name in found.judged.uncounted]
             assert not plan_of([*launch, *(word for pair in vouched for word in pair)]).doubts
-        with pytest.raises(ValueError, match="--ignore nonsense vouches for nothing here"):
-            plan_of([*launch, "--ignore", "nonsense"])
 
 
 @pytest.mark.parametrize(
@@ -300,17 +297,14 @@ def test_fewer_gpus_than_a_layout_needs_have_a_head():
         plan_of(["--from-launch", launch, "--gpus", "8"])
 
 
-def test_attention_in_fp32_is_not_counted():
-    found = plan_of(["--from-launch", f"pretrain_gpt.py {TINY}", "--gpus", "2"])
-    assert "attention in fp32" in found.doubts[0]
-
-
 def test_a_model_that_cannot_be_planned_has_a_head():
     """Layers and heads that do not divide, letters that are not known: the head of a plain model."""
     launch = f"{TINY} --bf16 --fp8-format e4m3 --num-attention-heads 7 --kv-channels 8 --num-layers 7"
     found = plan_of(["--from-launch", f"{launch} --hybrid-layer-pattern XYZ --tp 2 --pp 2", "--gpus", "4"])
     plain = plan_of(["--from-launch", f"{TINY} --bf16 --tp 2 --pp 2", "--gpus", "4"])
     assert found.doubts and found.advice.baseline.head == plain.advice.baseline.head
+    in_fp32 = plan_of(["--from-launch", f"pretrain_gpt.py {TINY}", "--gpus", "2"])
+    assert "attention in fp32" in in_fp32.doubts[0]
 
 
 def test_a_quick_geglu_is_a_gate_and_learned_positions_can_be_none():
@@ -403,6 +397,16 @@ MODEL = "--model llama-3-8b --seq-length 8192"
 NO_VOCABULARY = TINY.replace("--vocab-size 256 ", "")
 
 
+@pytest.fixture
+def scripts(tmp_path, monkeypatch) -> Path:
+    """The folder that a plan is made in."""
+    asks = f"SIZE=8b\nS=$(cat seq)\npython pretrain_gpt.py {TINY} --seq-length $S --lr $(cat lr)\n"
+    (tmp_path / "train.sh").write_text(asks)
+    (tmp_path / "binary.sh").write_bytes(b"\xff\xfe\x00")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -434,35 +438,29 @@ NO_VOCABULARY = TINY.replace("--vocab-size 256 ", "")
         (f"--from-launch '{TINY}' --set X=1", "arguments in quotes have none"),
         (f"{MODEL} --pp 2 --pipeline-model-parallel-layout 'Et|tL'", "2 layers in 2 parts; there"),
         (f"{MODEL} --pipeline-model-parallel-layout Et*9x", "'Et*9x' is no layout such as Et*3"),
-        (f"--from-launch 'torchrun --nproc-per-node gpu x.py {TINY}'", "no number of ranks: give --gpus")
+        (f"--from-launch 'torchrun --nproc-per-node gpu x.py {TINY}'", "no number of ranks: give --gpus"),
+        ("--from-launch 'nowhere.sh 4'", "nowhere.sh: No such file"),
+        ("--from-launch binary.sh", "is no text file"),
+        ("--from-launch train.sh", "train.sh: no value is known for S: give --set S=VALUE"),
+        ("--from-launch train.sh --set X=2", "--set X: the script has no such variable; there are S, SIZE"),
+        (f"--from-launch '{TINY} --bf16' --ignore nonsense", "--ignore nonsense vouches for nothing here"),
     ],
 )  # fmt: skip
-def test_bad_input_is_one_line_and_status_2(words, said, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_bad_input_is_one_line_and_status_2(words, said, capsys, scripts):
+    before = sorted(scripts.iterdir())
     status = command.main(shlex.split(words))
     out, error = capsys.readouterr()
     assert status == 2
     assert error.startswith("plan: ") and error.count("\n") == 1 and said in error
-    assert not out and not list(tmp_path.iterdir())
+    assert not out and sorted(scripts.iterdir()) == before
 
 
-def test_what_a_script_lacks_is_asked_for_and_what_it_has_not_is_an_error(tmp_path, capsys, monkeypatch):
-    script = tmp_path / "train.sh"
-    script.write_bytes(b"\xff\xfe\x00")
-    plan = ["--from-launch", str(script), "--json"]
-    assert command.main(plan) == 2
-    assert "is no text file" in capsys.readouterr().err
-    script.write_text(
-        f"SIZE=8b\nS=$(cat seq)\npython pretrain_gpt.py {TINY} --seq-length $S --lr $(cat lr)\n"
-    )
-    assert command.main([*plan, "--set", "NOPE=2"]) == 2
-    assert "--set NOPE: the script has no such variable; there are S, SIZE" in capsys.readouterr().err
-    assert command.main(plan) == 2
-    assert f"{script}: no value is known for S: give --set S=VALUE" in capsys.readouterr().err
+def test_what_a_script_lacks_is_given_beside_it(scripts, capsys, monkeypatch):
+    plan = ["--from-launch", "train.sh", "--json"]
     for answer in (["--set", "S=64"], ["--seq-length", "64"]):
         assert setting_of([*plan, *answer]).training.sequence == 64
     # Two that are given otherwise, at the end.
-    last = tmp_path / "last.sh"
+    last = scripts / "last.sh"
     last.write_text(f"python pretrain_gpt.py {TINY} --micro-batch-size=$(cat b) --seq-length $(cat seq)\n")
     words = ["--from-launch", str(last), "--seq-length", "64", "--micro-batch-size", "2"]
     assert setting_of(words).training.micro_batch == 2
@@ -501,8 +499,6 @@ def test_a_scripts_defaults_are_told_and_its_own_words_taken(tmp_path, monkeypat
         found = plan_of(["--from-launch", launch, "--set", "PRECISION=fp16"])
         assert found.setting.training.micro_batch == 4 and found.name == "train.sh"
         assert found.notes == ["Defaults taken from the script: BIG=no; --set NAME=VALUE gives another."]
-    with pytest.raises(ValueError, match=r"nowhere\.sh: No such file"):
-        plan_of(["--from-launch", "nowhere.sh 4"])
 
 
 # --- the front door --------------------------------------------------------------------------
@@ -520,6 +516,8 @@ def test_it_needs_neither_torch_nor_rich_for_json():
     done = run(*plan, "--json", before=blocked)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["parameters"] == 1_235_814_400
+    sizes = "--tokens 32768 --hidden 4096 --vocab 128256 --device H200"
+    assert "predicted peak" in run("plan-head", *sizes.split(), before=blocked).stdout
     tables = run(*plan, before=blocked)
     assert tables.returncode == 2 and tables.stderr.count("\n") == 1
     assert "pip install" in tables.stderr
@@ -539,10 +537,6 @@ def test_the_scripts_know_the_same_models():
     from megatron_fused_ce.scripts.runs import pretrain
 
     assert set(MODELS) < set(cases.SHAPES)
-    assert cases.SHAPES["llama-3-8b"] == (4096, 128256)
-    assert cases.shape_name("Qwen3-8B") == "qwen3-8b"
-    with pytest.raises(argparse.ArgumentTypeError, match="did you mean gemma-2-2b"):
-        cases.shape_name("gemma2-2b")
     words = f"{pretrain.model_args('llama-3-8b:2')} {pretrain.COMMON_ARGS} --seq-length 128"
     model = setting_of(["--model", "llama-3-8b", "--seq-length", "128"]).model
     # The tokenizer adds its end of document.
