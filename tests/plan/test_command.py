@@ -142,114 +142,22 @@ def test_bytes_of_a_parameter(words, gradient, state, step):
     assert (found.gradient_bytes, found.state_bytes, found.step_bytes) == (gradient, state, step)
 
 
-PLAIN = "may change memory and is not counted"
-
-
-#: Words of a launch, or a launch around them, and what is said to be unknown of it.
-UNCOUNTED = [
-    ("--fp8-format hybrid", f"--fp8-format {PLAIN}"),
-    ("--optimizer=sgd", "--optimizer sgd is not counted"),
-    ("--optimizer adam --cuda-graph-impl none --lr 1e-4 --log-throughput --seed 7 --save $OUT", ""),
-    ("--seq-lenght 64", "--seq-lenght is none of Megatron's arguments (did you mean --seq-length?)"),
-    ("--fused-chuncked-ce", "(did you mean --fused-chunked-ce?)"),
-    ("--tp-comm-overlap --squared-relu --zero-stage 2", f"--tp-comm-overlap {PLAIN}"),
-    ("--reset-attention-mask", ""),
-    ("--load x --num-experts 4", "--load: resumed experts hold more than is counted"),
-    ("--num-experts 4 --load <CKPT>", "--load: resumed experts hold more than is counted"),
-    ("--cross-entropy-fusion-impl linear", ""),
-    ("--cross-entropy-fusion-impl linear --cross-entropy-loss-fusion", "the flag replaces, is not"),
-    ("--cross-entropy-fusion-impl linear --cross-entropy-loss-fusion --fused-chunked-ce", ""),
-    ("--pipeline-model-parallel-layout Et*2,m|L --pp 2", "prediction before the last stage is not"),
-    ("--pipeline-model-parallel-layout Et|t,m,L --pp 2", ""),
-    ("--recompute-granularity selective --recompute-modules x", "recomputing x is not counted"),
-    ("--num-layers 4 --hybrid-layer-pattern MGDM", "layers of kind D G are not counted"),
-    # No effect where another argument holds.
-    ("--attention-softmax-in-fp32 --attention-backend unfused", ""),
-    ("--attention-softmax-in-fp32 --transformer-impl local --seq-length 30", PLAIN),
-    ("--attention-softmax-in-fp32 --transformer-impl local", ""),
-    ("--no-bias-gelu-fusion", f"--no-bias-gelu-fusion {PLAIN}"),
-    ("--no-bias-gelu-fusion --disable-bias-linear", ""),
-    ("--cp-comm-type a2a", ""),
-    ("--cp-comm-type a2a --context-parallel-size 2", f"--cp-comm-type {PLAIN}"),
-    ("--window-size 128,0", ""),
-    ("--window-size 128,0 --attention-backend unfused", f"--window-size {PLAIN}"),
-    ("--position-embedding-type mrope", "--position-embedding-type mrope is not counted"),
-    ("--step-batch-size-schedule 0:8", ""),
-    ("--step-batch-size-schedule 0:8 --pp 2", f"--step-batch-size-schedule {PLAIN}"),
-    ("--kv-channels 512", "heads of 512"),
-    ("--transformer-impl inference_optimized", "--transformer-impl inference_optimized is not counted"),
-    # The program, and what is around it.
-    ("pretrain_gpt.py {}", ""),
-    ("torchrun --nproc-per-node 2 -m megatron_fused_ce.launch pretrain_mamba.py {}", ""),
-    ("bash -c 'python pretrain_gpt.py {}'", ""),
-    ("NVTE_FLASH_ATTN=1 NVTE_BWD_LAYERNORM_SM_MARGIN=16 NCCL_DEBUG=INFO pretrain_gpt.py {}", ""),
-    ("NVTE_FLASH_ATTN=0 pretrain_gpt.py {}", "NVTE_FLASH_ATTN=0 in the environment is not counted"),
-    ("env NVTE_FP8_DPA_BWD=1 pretrain_gpt.py {}", "NVTE_FP8_DPA_BWD=1 in the environment is not counted"),
-    ("bash -c 'NVTE_FUSED_ATTN=0 python pretrain_gpt.py {} $@' x", "NVTE_FUSED_ATTN=0 in the env"),
-    ("bash -c 'python pretrain_gpt.py {} $@' x --fp8-format hybrid", f"--fp8-format {PLAIN}"),
-    ("xargs python pretrain_gpt.py {}", "what xargs adds is not known"),
-    ("./fp8.sh torchrun --nproc-per-node 2 pretrain_gpt.py {}", "what fp8.sh trains is not known"),
-    ("torchrun --nproc-per-node 2 -m my.wrapper pretrain_gpt.py {}", "what -m my.wrapper trains is not"),
-    ("accelerate launch --use_deepspeed --num_processes 2 pretrain_gpt.py {}", "what --use_deepspeed"),
-    ("train_rl.py {}", "what train_rl.py trains is not known"),
-    ("torchrun --nproc-per-node 2 -m my.train {}", "what -m my.train trains is not known"),
-    ("deepspeed --num_gpus 2 pretrain_t5.py {}", "what pretrain_t5.py trains is not known"),
-    ("pretrain_gpt.py {} --hybrid-layer-pattern M*", "a hybrid by pretrain_gpt.py is not counted"),
-]
-
-
-@pytest.mark.parametrize(("words", "said"), UNCOUNTED)
-def test_what_is_not_counted_takes_the_verdict(words, said):
-    """But not the head's numbers. Somebody may vouch for an argument, by its name with or without dashes."""
-    around = words if "{}" in words else f"{{}} {words}"
-    tiny = TINY.replace("--num-layers 2", "--encoder-num-layers 2") if "t5" in words else TINY
-    launch = ["--from-launch", around.format(f"{tiny} --bf16"), "--gpus", "2"]
-    found = plan_of(launch)
-    assert said in "; ".join(found.doubts) and bool(found.doubts) == bool(said)
-    if "{}" in words:
-        plain = plan_of(["--from-launch", f"{TINY} --bf16", "--gpus", "2"])
-        peaks = [[way.head.peak for way in one.advice.ways[:3]] for one in (found, plain)]
-        assert peaks[0] == peaks[1]
-    elif "layers of kind" not in said:
-        for dashes in ("", "-"):
-            vouched = [("--ignore", name.lstrip(dashes)) for name in found.judged.uncounted]
-            assert not plan_of([*launch, *(word for pair in vouched for word in pair)]).doubts
-
-
-@pytest.mark.parametrize(
-    ("words", "why"),
-    [
-        ("--tensor-parallel-num-weight-shards 8", "its weight is sharded by gtp_remat"),
-        ("--tensor-parallel-num-weight-shards 2 --tp 2", ""),
-        ("--fp8-output-proj", "TELMHeadColumnParallelLinear"),
-        ("--fp8-output-proj --hybrid-layer-pattern M*", ""),
+def test_what_keeps_the_head_with_megatron_is_told_everywhere(capsys):
+    """tests/plan/answers.tsv has the reasons; tests/megatron/test_stock_path.py builds each."""
+    for flags, why in (
         ("--logits-load-dir x", "--logits-load-dir (distillation) reads the logits"),
-        ("--batch-invariant-mode", "--batch-invariant-mode replaces"),
-        ("--save-dgrads-interval 10", "saves the logits or their gradient"),
-        ("--save-dgrads-interval 0", ""),
-        ("--config-logger-dir x", "writes the logits to disk"),
-        ("--output-logit-dtype fp16", "asks for fp16 logits"),
-        ("--output-logit-dtype bf16", ""),
-        ("--fp8-format hybrid", ""),
-    ],
-)
-def test_what_keeps_the_head_with_megatron_is_no_effect(words, why, capsys):
-    """The adapter's reasons, by argument; tests/megatron/test_stock_path.py builds each."""
-    launch = ["--from-launch", f"pretrain_hybrid.py {TINY} --bf16 {words}"]
-    if "hybrid-layer" not in words:
-        launch[1] = launch[1].replace("_hybrid", "_gpt")
-    status = command.main(launch)
-    out = " ".join(capsys.readouterr().out.split())
-    assert out.startswith(f"No effect: the head stays on Megatron's own path: {why}"[: 50 if why else 0])
-    assert why in out and ("No effect" in out) == bool(why) == ("--fused-chunked-ce," not in out)
-    assert status == (0 if why or words.startswith("--tensor") else 3)
-    assert (plan_of(launch).decision == "no effect") == bool(why)
-    command.main([*launch, "--explain"])
-    assert ("The flag would run as" in capsys.readouterr().out) == (not why)
-    command.main([*launch, "--json"])
-    found = json.loads(capsys.readouterr().out)
-    assert why in found["no_effect"] and found["largest_head"] > 0
-    assert (found["decision"] == "no verdict") == bool(status)
+        ("", ""),
+    ):
+        launch = ["--from-launch", f"pretrain_gpt.py {TINY} --bf16 {flags}", "--gpus", "2"]
+        assert (plan_of(launch).decision == "no effect") == bool(why)
+        command.main(launch)
+        assert ("--fused-chunked-ce," in capsys.readouterr().out) == (not why)
+        command.main([*launch, "--explain"])
+        assert ("The flag would run as" in capsys.readouterr().out) == (not why)
+        command.main([*launch, "--json"])
+        found = json.loads(capsys.readouterr().out)
+        assert (found["decision"] == "no effect") == bool(why)
+        assert why in found["no_effect"] and found["largest_head"] > 0
 
 
 def test_the_heads_two_numbers_come_first_by_hand():
@@ -391,10 +299,15 @@ def test_a_strategy_beyond_the_budget_says_so(capsys):
         plan_of([*words, "--fused-ce-strategy", "store"])
 
 
-# --- bad input -------------------------------------------------------------------------------
+# --- tests/plan/answers.tsv ------------------------------------------------------------------
 
-MODEL = "--model llama-3-8b --seq-length 8192"
-NO_VOCABULARY = TINY.replace("--vocab-size 256 ", "")
+ANSWERS = Path(__file__).with_name("answers.tsv").read_text().splitlines()
+STAYS = "No effect: "
+NAMES = {
+    "{tiny}": TINY,
+    "{no_vocabulary}": TINY.replace("--vocab-size 256 ", ""),
+    "{model}": "--model llama-3-8b --seq-length 8192",
+}
 
 
 @pytest.fixture
@@ -407,52 +320,30 @@ def scripts(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--model gpt-5 --seq-length 64", "no model 'gpt-5'; there are llama-3-8b"),
-        ("--model llama3-8b --seq-length 64", "did you mean llama-3-8b?"),
-        ("--model llama-3-8b", "--seq-length is missing"),
-        (f"--from-launch '{NO_VOCABULARY}'", "--vocab-size is missing: give it beside the launch"),
-        (f"--from-launch '{NO_VOCABULARY} --tokenizer-model x/qwen3-99b'", "is missing: give it beside"),
-        (
-            f"--from-launch '{NO_VOCABULARY} --tokenizer-model Qwen/Qwen3-30B-A3B'",
-            "--vocab-size is missing: give --vocab-size 151936 beside the launch, as Qwen/Qwen3-30B-A3B has",
-        ),
-        ("", "--hidden-size is missing: give it, or --model NAME, --from-log FILE or --from-launch FILE"),
-        ("--from-launch nowhere.sh", "nowhere.sh: No such file"),
-        (f"{MODEL} --from-launch '{TINY}'", "not allowed with argument"),
-        (f"{MODEL} --hiden-size 3", "unrecognized arguments: --hiden-size"),
-        (f"--from-launch '{TINY}' --fp8-format hybrid", "--fp8-format is no argument of plan, nor one that"),
-        (f"--from-launch '{TINY} --bf16 --hidden-size 66'", "66 cannot be divided by --num"),
-        (f"{MODEL} --tp 3 --gpus 3", "32 attention heads cannot be divided over 3 ranks"),
-        (f"{MODEL} --tp 4 --gpus 6", "6 GPUs cannot be divided into groups of 4"),
-        (f"{MODEL} --pp 5 --gpus 5", "32 layers cannot be divided into 5 pipeline stages"),
-        (f"{MODEL} --gpus 8 --global-batch-size 12", "give a multiple of 8"),
-        (f"{MODEL} --num-query-groups 5", "32 attention heads cannot be divided into 5 query groups"),
-        (f"{MODEL} --gpu tpu", "no GPU 'tpu'; there are h100-80gb, h200-141gb"),
-        (f"--from-launch '{TINY} --ffn-hidden-size <SIZE>'", "--ffn-hidden-size is <SIZE>, a place"),
-        (f"{MODEL} --overhead 90", "leaves nothing of 79.14 GiB"),
-        (f"--from-launch '{TINY} --bf16 --num-experts 6 --ep 4'", "6 experts cannot be divided over 4"),
-        (f"--from-launch '{TINY}' --set X", "--set takes NAME=VALUE"),
-        (f"--from-launch '{TINY}' --set X=1", "arguments in quotes have none"),
-        (f"{MODEL} --pp 2 --pipeline-model-parallel-layout 'Et|tL'", "2 layers in 2 parts; there"),
-        (f"{MODEL} --pipeline-model-parallel-layout Et*9x", "'Et*9x' is no layout such as Et*3"),
-        (f"--from-launch 'torchrun --nproc-per-node gpu x.py {TINY}'", "no number of ranks: give --gpus"),
-        ("--from-launch 'nowhere.sh 4'", "nowhere.sh: No such file"),
-        ("--from-launch binary.sh", "is no text file"),
-        ("--from-launch train.sh", "train.sh: no value is known for S: give --set S=VALUE"),
-        ("--from-launch train.sh --set X=2", "--set X: the script has no such variable; there are S, SIZE"),
-        (f"--from-launch '{TINY} --bf16' --ignore nonsense", "--ignore nonsense vouches for nothing here"),
-    ],
-)  # fmt: skip
-def test_bad_input_is_one_line_and_status_2(words, said, capsys, scripts):
-    before = sorted(scripts.iterdir())
-    status = command.main(shlex.split(words))
+@pytest.mark.parametrize("row", [row for row in ANSWERS if not row.startswith("#")])
+def test_what_a_plan_answers(row, capsys, scripts):
+    """Bad input is one line and status 2; what is not counted takes the verdict (3), unless somebody vouches
+    for the argument, by its name with or without dashes. The head's numbers come in any case."""
+    status, said, line = row.split("\t")
+    for name, text in NAMES.items():
+        line = line.replace(name, text)
+    words, before = shlex.split(line), sorted(scripts.iterdir())
+    assert command.main(words) == int(status)
     out, error = capsys.readouterr()
-    assert status == 2
-    assert error.startswith("plan: ") and error.count("\n") == 1 and said in error
-    assert not out and sorted(scripts.iterdir()) == before
+    assert sorted(scripts.iterdir()) == before
+    if status == "2":
+        assert error.startswith("plan: ") and error.count("\n") == 1 and said in error and not out
+        return
+    found = plan_of(words)
+    first = sentences(found)[0].text
+    assert " ".join(out.split()).startswith(" ".join(first.split())) and said.removeprefix(STAYS) in first
+    assert first.startswith(f"{STAYS}the head stays on Megatron's own path: ") == said.startswith(STAYS)
+    assert ("no verdict, " in first) == (status == "3") and found.advice.baseline.head.peak > 0
+    names = found.judged.uncounted
+    if not names or said.startswith("layers of kind"):  # of the program; without which there is no model
+        return
+    for vouched in (names, [name.lstrip("-") for name in names]):
+        assert not plan_of([*words, *(word for name in vouched for word in ("--ignore", name))]).doubts
 
 
 def test_what_a_script_lacks_is_given_beside_it(scripts, capsys, monkeypatch):
