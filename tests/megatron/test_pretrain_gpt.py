@@ -7,24 +7,19 @@ Several checkouts: separate them with ``:``. Without one everything here is skip
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 
 from megatron_fused_ce.scripts.lib import launches
 from megatron_fused_ce.scripts.lib import logs as megatron_logs
 from megatron_fused_ce.scripts.runs import pretrain
+from tests.megatron.launches import by_torchrun, exact_lines, told_by_ranks, words_of
 from tests.support.checkouts import on_checkouts
 from tests.support.cpu_case import cpu_case
 
 pytestmark = pytest.mark.rest
-REPOSITORY = Path(__file__).resolve().parents[2]
 NUM_HEADS = {"plain": 1, "mtp": 2, "pp2-mtp": 2, "vpp": 1}
 NUM_FORWARDS = 5 * 4 + 3 * 4  # iterations and evaluations, of 4 micro-batches each
 CHUNKS = "--fused-chunked-ce --fused-ce-num-chunks 3 --fused-ce-strategy"
@@ -36,12 +31,27 @@ MEGATRON_FSDP = (
 )
 
 
-def figures_of(checkout, tmp_path, flags, case):
-    """A launch of a case as it is."""
+def launch(checkout, folder, *flags, case="plain"):
+    """What two iterations of a case (plain: TP 2) print, unless ``flags`` say otherwise."""
+    case = cpu_case(case)
+    base = (*case.args, "--train-iters", "2", "--eval-iters", "0")
+    words = words_of(f"{checkout}/pretrain_gpt.py", *base, *flags)
+    settings = {
+        "TORCHDYNAMO_DISABLE": "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "8" if "fsdp" in " ".join(flags) else "1",
+        # What --deterministic-mode asks of the environment.
+        "NCCL_ALGO": "Ring",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    }
+    status, output = by_torchrun(words, folder, checkout, case.num_processes, **settings)
+    assert status == 0, told_by_ranks(output)
+    return output
+
+
+def figures_of(checkout, folder, flags, case="plain"):
+    """Five iterations of a case, two evaluations."""
     whole = ("--train-iters", "5", "--eval-iters", "1")
-    run = launch(checkout, tmp_path, f"{checkout}/pretrain_gpt.py", *whole, *flags.split(), case=case)
-    assert run.returncode == 0, (run.stdout + run.stderr)[-3000:]
-    return megatron_logs.parse_logs([run.stdout])
+    return megatron_logs.parse_logs([launch(checkout, folder, *whole, *flags.split(), case=case)])
 
 
 #: A forward runs beside another micro-batch's backward, by a schedule of its own.
@@ -91,10 +101,9 @@ def test_pretrain_gpt_with_deferral(checkout, tmp_path, case, more):
     """As without, to the bit."""
     found = []
     for flags in ("", " --defer-embedding-wgrad-compute --wgrad-deferral-limit 2"):
-        script = f"{checkout}/pretrain_gpt.py"
-        run = launch(checkout, tmp_path, script, "--train-iters", "3", *f"{more}{flags}".split(), case=case)
-        found.append(megatron_logs.parse_logs([run.stdout]))
-        assert bool(flags) == ("-wgrad-compute has no effect" in run.stdout), run.stderr[-3000:]
+        output = launch(checkout, tmp_path, "--train-iters", "3", *f"{more}{flags}".split(), case=case)
+        found.append(megatron_logs.parse_logs([output]))
+        assert bool(flags) == ("-wgrad-compute has no effect" in output), output[-3000:]
         assert not found[-1].logits_materialised
     assert found[0].heads_fused == found[1].heads_fused > 0
     assert pretrain.differences(*found) == (0, 0)
@@ -111,40 +120,10 @@ def test_pretrain_gpt_under_fsdp(checkout, tmp_path):
         assert losses_apart <= 1e-6 and norms_apart <= 1e-5
 
 
-def launch(checkout, tmp_path, script, *flags, case="plain"):
-    """Two iterations of a case (plain: TP 2) by ``script``, unless ``flags`` say otherwise."""
-    case = cpu_case(case)
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        *("--nproc-per-node", str(case.num_processes)),
-        *("-m", "megatron_fused_ce.scripts.lib.megatron_cpu"),
-        str(script),
-        *case.args,
-        *("--train-iters", "2", "--eval-iters", "0"),
-        *flags,
-    ]
-    folders = (checkout, str(REPOSITORY), os.environ.get("PYTHONPATH"))
-    settings = {
-        "PYTHONPATH": os.pathsep.join(filter(None, folders)),
-        "OMP_NUM_THREADS": "1",
-        "TORCHDYNAMO_DISABLE": "1",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "8" if "fsdp" in " ".join(flags) else "1",
-        # What --deterministic-mode asks of the environment.
-        "NCCL_ALGO": "Ring",
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    }
-    return subprocess.run(
-        command, cwd=tmp_path, env={**os.environ, **settings}, capture_output=True, text=True
-    )
-
-
 def exact_losses(checkout, tmp_path, *flags):
     """Losses of two iterations of the plain case, every digit, and what the launch printed."""
-    run = launch(checkout, tmp_path, f"{checkout}/pretrain_gpt.py", *flags)
-    output = run.stdout + run.stderr
-    assert run.returncode == 0, output[-3000:]
-    lines = [line for line in output.splitlines() if line.startswith("[megatron_cpu] exact")]
-    return [json.loads(line.split("exact", 1)[1])["lm loss"] for line in lines], output
+    output = launch(checkout, tmp_path, *flags)
+    return [line["lm loss"] for line in exact_lines(output)], output
 
 
 @on_checkouts
@@ -173,9 +152,7 @@ def test_pretrain_gpt_in_fp16_skips_the_same_steps(tmp_path, checkout):
     """From a loss scale that overflows, until it does not."""
     fp16 = ["--fp16", "--initial-loss-scale", "8388608", "--hysteresis", "1", "--train-iters", "10"]
     off, *on = (
-        megatron_logs.parse_logs(
-            [launch(checkout, tmp_path, f"{checkout}/pretrain_gpt.py", *fp16, *flags).stdout]
-        )
+        megatron_logs.parse_logs([launch(checkout, tmp_path, *fp16, *flags)])
         for flags in ([], ["--fused-chunked-ce"], GRAD_IN_FORWARD.split())
     )
     assert off.skipped and len(off.losses["lm loss"]) >= 3, "nothing was skipped, or all was"
