@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_fused_ce import FusedCEConfig
-from megatron_fused_ce.adapter import arguments, caller, forms, language_module, say, stock_path
+from megatron_fused_ce.adapter import arguments, caller, forms, say, stock_path
 
 LAYER = {
     **dict.fromkeys(stock_path.LAYER_ATTRIBUTES, 1),
@@ -122,6 +122,8 @@ def test_a_parametrized_weight_stays_unread():
 
 def test_a_head_that_waits_for_modelopt_is_not_said_to_stay(monkeypatch):
     """The line names the one that follows; an option of the loss ends the launch, with its flag."""
+    from megatron_fused_ce.adapter import language_module
+
     launch = types.SimpleNamespace(export_kd_teacher_load="folder", modelopt_enabled=True)
     lines = []
     monkeypatch.setattr(arguments, "megatron_args", lambda: launch)
@@ -141,6 +143,7 @@ def test_a_head_that_waits_for_modelopt_is_not_said_to_stay(monkeypatch):
 
 def test_fp32_logits_are_the_heads_own_matter():
     """Megatron's --output-logit-dtype fp32 is served, and contradicts a flag of ours."""
+    from megatron_fused_ce.adapter import language_module
 
     def of(config, dtype):
         return language_module.of_layer(config, types.SimpleNamespace(output_dtype=dtype))

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 import megatron_fused_ce
-from megatron_fused_ce import losses, rl
 from megatron_fused_ce.adapter.arguments import add_arguments
 from megatron_fused_ce.plan import command as estimate
 from megatron_fused_ce.scripts.dev import figures
@@ -51,6 +50,8 @@ FETCHED = re.compile(r'<link [^>]*href="[^"]*//[^>]*>|<\w+ [^>]*src="[^"]*//[^>]
 def test_the_site_builds_strictly_and_needs_no_network(tmp_path):
     """As `make docs` does: a heading or page that a link misses is a warning, and ends it."""
     pytest.importorskip("sphinx", reason="sphinx is not installed")
+    from megatron_fused_ce import losses, rl
+
     site = tmp_path / "site"
     options = ("-W", "--keep-going", "-n", "-q", "-b", "html", "-d", str(tmp_path / "doctrees"))
     run(tmp_path, "-m", "sphinx", *options, str(DOCS), str(site))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.support import pairs
-
 PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
 STRATEGIES = ("store", "grad_in_forward", "recompute")
 IN_THE_PRODUCT = "scaled-exp GEMM with "
@@ -13,6 +11,8 @@ IN_THE_PRODUCT = "scaled-exp GEMM with "
 
 def test_every_cell_has_its_calls():
     """Against fp64 over ranks, with and without sequence parallelism; no option without a row."""
+    from tests.support import pairs
+
     text = PAGE.read_text().split("<!-- cells -->")[1].split("<!-- end of cells -->")[0]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.strip().splitlines()]
     calls = [set(row.items()) for axes in ("2 ranks", "other results") for row in pairs.rows_of(axes)]
