@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX := $(CURDIR)/build/pycache
 endif
 # Folders of `make test-rest`; in the others a test's marker says that it belongs there (tests/conftest.py).
-REST := tests/tools tests/project
+REST := tests/tools tests/plan tests/project
 
 .PHONY: help setup demo test test-rest test-gpu coverage lint sweep docs figures properties clean
 

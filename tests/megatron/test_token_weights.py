@@ -1,4 +1,7 @@
-"""How a head finds the loss mask that its model was called with, on models shaped like Megatron's."""
+"""How a head finds the loss mask that its model was called with: subclasses, odd masks, calls in calls.
+
+Megatron's own models, multi-token prediction, runs in the backward: tests/parallel/test_grad_in_forward.py.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,6 @@ import types
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from megatron_fused_ce.adapter import token_weights
 
@@ -22,32 +24,27 @@ IDS = torch.ones(3)
 class GPT(nn.Module):
     """Megatron's GPTModel as far as labels and masks travel; ``found`` is what its heads get."""
 
-    def __init__(self, mtp=0, before_loss=lambda: None):
+    def __init__(self, before_loss=lambda: None):
         super().__init__()
-        self.mtp, self.before_loss = mtp, before_loss
+        self.before_loss = before_loss
         self.found = []
 
     def forward(self, input_ids, labels=None, *, loss_mask=None, runtime_gather_output=None):
-        return self._postprocess(hidden=input_ids**2, labels=labels, loss_mask=loss_mask)
+        return self._postprocess(input_ids, labels=labels, loss_mask=loss_mask)
 
     def _postprocess(self, hidden, labels, loss_mask=None):
-        rolled = labels.clone()
-        for _ in range(self.mtp):
-            rolled, loss_mask = rolled.roll(-1), loss_mask.roll(-1)
-            self.compute_language_model_loss(rolled)
         self.before_loss()
-        return (hidden.sum() * self.compute_language_model_loss(labels)) ** 2
+        return self.compute_language_model_loss(labels)
 
     def compute_language_model_loss(self, labels):
         self.found.append(token_weights.of_loss(self, labels))
-        return 1.0
 
 
 class Hybrid(GPT):
     """HybridModel: the loss is computed in ``forward`` itself."""
 
     def forward(self, input_ids, labels=None, loss_mask=None):
-        return input_ids.sum() * self.compute_language_model_loss(labels)
+        self.compute_language_model_loss(labels)
 
 
 class MaskByItself(GPT):
@@ -57,13 +54,6 @@ class MaskByItself(GPT):
         return super().forward(input_ids, labels=labels, loss_mask=labels.ne(7).float())
 
 
-class OldMamba(GPT):
-    """MambaModel before 0.17: no mask anywhere."""
-
-    def forward(self, input_ids, labels=None):
-        return input_ids.sum() * self.compute_language_model_loss(labels)
-
-
 class PassesOn(Hybrid):
     """A user's subclass whose signature names nothing."""
 
@@ -71,7 +61,7 @@ class PassesOn(Hybrid):
         return super().forward(*args, **kwargs)
 
 
-for _class in (GPT, Hybrid, MaskByItself, OldMamba, PassesOn):
+for _class in (GPT, Hybrid, MaskByItself, PassesOn):
     token_weights.remember_calls(_class)
 
 
@@ -82,76 +72,53 @@ def nothing_stays():
 
 
 def called(model, *given, **named):
-    """What each of its heads gets from a call."""
-    model.found.clear()
+    """What its head gets from a call."""
     model(IDS, *given, **{"labels": LABELS, **named} if not given else named)
-    return model.found
+    return model.found[-1]
 
 
-def masked(mask, **of_model):
-    return called(GPT(**of_model), loss_mask=mask)
+def masked(mask):
+    return called(GPT(), loss_mask=mask)
 
 
-WITHOUT = "was called without a loss_mask"
-OF_MTP = "multi-token prediction"
+WITHOUT = "GPT was called without a loss_mask"
 INTEGERS = torch.tensor([[1, 0, 1, 1, 0]] * 2)
-#: What the heads of a call get: a mask, or why they have none.
+#: What the head of a call gets: a mask, or why it has none.
 CALLS = {
-    "GPT": (lambda: masked(MASK), [MASK]),
-    "Hybrid": (lambda: called(Hybrid(), loss_mask=MASK), [MASK]),
-    "by place": (lambda: called(Hybrid(), LABELS, MASK), [MASK]),
-    "passed on": (lambda: called(PassesOn(), loss_mask=MASK), [MASK]),
-    "a copy": (lambda: called(copy.deepcopy(GPT()), loss_mask=MASK), [MASK]),
-    "made by the model": (lambda: called(MaskByItself()), [torch.ones(SHAPE)]),
-    "multi-token prediction": (lambda: masked(MASK, mtp=2), [OF_MTP, OF_MTP, MASK]),  # not the rolled ones
-    **{str(of): (lambda of=of: masked(INTEGERS.to(of)), [INTEGERS.to(of)])
-       for of in (torch.float32, torch.bfloat16, torch.float64)},
-    **{str(of): (lambda of=of: masked(INTEGERS.to(of)), [INTEGERS.float()])
-       for of in (torch.bool, torch.int64)},
-    "trained": (lambda: masked(MASK.clone().requires_grad_()), [MASK]),
-    "none": (lambda: called(GPT()), [f"GPT {WITHOUT}"]),
-    "none to give": (lambda: called(OldMamba()), [f"OldMamba {WITHOUT}"]),
-    "a list": (lambda: masked([[1.0] * 5] * 2), [WITHOUT]),
-    "flat": (lambda: masked(torch.ones(10)), ["the loss_mask is (10,) on cpu, the labels are (2, 5)"]),
-    "elsewhere": (lambda: masked(torch.ones(SHAPE, device="meta")), ["on meta"]),
-}  # fmt: skip
+    "by place": (lambda: called(Hybrid(), LABELS, MASK), MASK),
+    "passed on": (lambda: called(PassesOn(), loss_mask=MASK), MASK),
+    "a copy": (lambda: called(copy.deepcopy(GPT()), loss_mask=MASK), MASK),
+    "made by the model": (lambda: called(MaskByItself()), torch.ones(SHAPE)),
+    "bfloat16": (lambda: masked(INTEGERS.bfloat16()), INTEGERS.bfloat16()),
+    "bool": (lambda: masked(INTEGERS.bool()), INTEGERS.float()),
+    "int64": (lambda: masked(INTEGERS), INTEGERS.float()),
+    "trained": (lambda: masked(MASK.clone().requires_grad_()), MASK),
+    "none": (lambda: called(GPT()), WITHOUT),
+    "a list": (lambda: masked([[1.0] * 5] * 2), WITHOUT),
+    "flat": (lambda: masked(torch.ones(10)), "the loss_mask is (10,) on cpu, the labels are (2, 5)"),
+    "elsewhere": (lambda: masked(torch.ones(SHAPE, device="meta")), "on meta"),
+}
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_what_the_heads_of_a_call_get(name):
+def test_what_the_head_of_a_call_gets(name):
     call, expected = CALLS[name]
-    for found, right in zip(call(), expected, strict=True):
-        if isinstance(right, str):
-            assert found.values is None and right in found.unknown
-        else:
-            assert torch.equal(found.values, right) and found.values.dtype == right.dtype
-            assert not found.values.requires_grad
-
-
-def test_combined_1f1b_never_calls_forward():
-    model = GPT()
-    model._postprocess(IDS, labels=LABELS, loss_mask=MASK)
-    assert model.found[0].values.data_ptr() == MASK.data_ptr()
+    found = call()
+    if isinstance(expected, str):
+        assert found.values is None and expected in found.unknown
+    else:
+        assert torch.equal(found.values, expected) and found.values.dtype == expected.dtype
+        assert not found.values.requires_grad
 
 
 @pytest.mark.parametrize("of_teacher", [{}, {"loss_mask": torch.rand(SHAPE)}], ids=["", "masked"])
 def test_a_teacher_inside_the_student(of_teacher):
     """Each model finds its own mask or none, though both see the same labels."""
     teacher = GPT()
-    (found,) = masked(MASK, before_loss=lambda: called(teacher, **of_teacher))
+    found = called(GPT(before_loss=lambda: called(teacher, **of_teacher)), loss_mask=MASK)
     assert torch.equal(found.values, MASK)
     right = of_teacher.get("loss_mask")
     assert teacher.found[0].values is right or torch.equal(teacher.found[0].values, right)
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_a_forward_run_again_in_the_backward(reentrant):
-    """Activation checkpointing around the model: the second run is on autograd's thread."""
-    model, x = GPT(), torch.ones(3, requires_grad=True)
-    out = checkpoint(lambda x: model(x, labels=LABELS, loss_mask=MASK), x, use_reentrant=reentrant)
-    model(IDS, labels=LABELS)  # another call between
-    out.backward()
-    assert [found.values is None for found in model.found] == [False, True, False]
 
 
 def test_an_exception_leaves_nothing_behind():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import operator
 import re
 import shlex
 import subprocess
@@ -58,48 +59,63 @@ def test_nothing_of_a_script_is_run(tmp_path):
     assert not trap.exists()
 
 
-def test_a_launch_as_a_string_and_numbers_behind_it():
-    text = f"torchrun --nproc-per-node=4 pretrain_gpt.py {TINY} --tensor-model-parallel-size 2 --bf16"
-    one = setting_of(["--from-launch", text, "--seq-length", "256"])
-    assert (one.parallel.gpus, one.parallel.tensor, one.parallel.data) == (4, 2, 2)
-    assert (one.training.dtype, one.training.sequence) == ("bfloat16", 256)
-    # Megatron's defaults, not the usual settings: a mask, dropout, nothing sharded.
-    assert one.training.attention_mask and one.training.hidden_dropout
-    assert not one.training.distributed_optimizer
-    found = plan_of(shlex.split("--seq-length 64 --model LLAMA-3-8b --gpu H100 --num-layers 2"))
-    assert (found.name, found.advice.gpu.name) == ("llama-3-8b", "h100-80gb")
-    assert found.setting.model.num_layers == 2
-
-
 # --- Megatron's arguments --------------------------------------------------------------------
 
 
-def tiny(*words: str):
-    return setting_of([*shlex.split(TINY), *words])
-
-
-def test_arguments_become_sizes():
-    one = tiny(*shlex.split(
-        "--swiglu --group-query-attention --num-query-groups 2 --kv-channels 32 --normalization RMSNorm"
-        " --untie-embeddings-and-output-weights --disable-bias-linear --position-embedding-type rope"
-        " --mtp-num-layers 1 --micro-batch-size 2 --gpus 8 --tp 2 --cp 2 --sequence-parallel"
-        " --global-batch-size 16 --recompute-granularity full --recompute-method block"
-        " --recompute-num-layers 1 --num-experts 8 --moe-ffn-hidden-size 32 --ep 4 --moe-layer-freq [0]+[1]*1"
-    ))  # fmt: skip
-    model, parallel, training = one.model, one.parallel, one.training
-    assert (model.num_query_groups, model.head_dim, model.ffn_hidden_size) == (2, 32, 128)
-    switches = model.gated, model.tied, model.rms_norm, model.linear_bias, model.rotary
-    assert switches == (True, False, True, False, True)
-    assert (model.learned_positions, model.mtp_num_layers) == (0, 1)
-    assert model.mixture.layers == (False, True)
-    assert (parallel.data, parallel.context, parallel.sequence_parts) == (2, 2, 2)
-    assert training.num_micro_batches == 16 // 2 // 2
-    assert training.recompute == Recompute(full=True, num_layers=1, block=True)
-    assert one.num_tokens == 2 * 128 // 2
+MANY = (
+    f"{TINY} --swiglu --group-query-attention --num-query-groups 2 --kv-channels 32 --normalization RMSNorm"
+    " --untie-embeddings-and-output-weights --disable-bias-linear --position-embedding-type rope"
+    " --mtp-num-layers 1 --micro-batch-size 2 --gpus 8 --tp 2 --cp 2 --sequence-parallel"
+    " --global-batch-size 16 --recompute-granularity full --recompute-method block"
+    " --recompute-num-layers 1 --num-experts 8 --moe-ffn-hidden-size 32 --ep 4 --moe-layer-freq [0]+[1]*1"
+)
+BYTES = "training.gradient_bytes training.state_bytes training.step_bytes"
+OPTIMIZER = "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype fp8"
+LAUNCHED = (
+    f"--from-launch 'torchrun --nproc-per-node=4 pretrain_gpt.py {TINY} --tp 2 --bf16' --seq-length 256"
+)
+#: Arguments, sizes of a setting, and what they are.
+SIZES = [
+    (MANY, "model.num_query_groups model.head_dim model.ffn_hidden_size", 2, 32, 128),
+    (MANY, "model.gated model.tied model.rms_norm model.linear_bias", True, False, True, False),
+    (MANY, "model.rotary model.learned_positions model.mtp_num_layers", True, 0, 1),
+    (MANY, "parallel.data parallel.context parallel.sequence_parts num_tokens", 2, 2, 2, 2 * 128 // 2),
+    (MANY, "training.num_micro_batches model.mixture.layers", 16 // 2 // 2, (False, True)),
+    (MANY, "training.recompute", Recompute(full=True, num_layers=1, block=True)),
+    (f"{TINY} --num-experts 8 --moe-layer-freq 2", "model.mixture.layers", (True, False)),
     # Defaults are Megatron's: as many groups as heads, four times the hidden size, learned positions.
-    model = tiny("--num-query-groups", "2").model
-    assert (model.num_query_groups, model.ffn_hidden_size, model.learned_positions) == (4, 256, 128)
-    assert tiny("--num-experts", "8", "--moe-layer-freq", "2").model.mixture.layers == (True, False)
+    (f"{TINY} --num-query-groups 2", "model.num_query_groups model.ffn_hidden_size", 4, 256),
+    (TINY, "model.learned_positions", 128),
+    (f"{TINY} --no-position-embedding", "model.learned_positions", 0),
+    (f"{TINY} --position-embedding-type rope", "model.learned_positions", 0),
+    # Of a launch: a mask, dropout, nothing sharded; numbers behind it. Of a named model the usual settings.
+    (LAUNCHED, "parallel.gpus parallel.tensor parallel.data training.sequence", 4, 2, 2, 256),
+    (LAUNCHED, "training.dtype training.attention_mask training.hidden_dropout", "bfloat16", True, True),
+    (LAUNCHED, "training.distributed_optimizer", False),
+    (
+        "--model LLAMA-3-8b --seq-length 64 --num-layers 2",
+        "model.num_layers training.hidden_dropout",
+        2,
+        False,
+    ),
+    # Hybrids, by a pattern and by the program.
+    (f"{TINY} --hybrid-layer-pattern M*|-M/*-/*- --pp 2", "model.num_layers model.pattern", 4, "M*-M"),
+    (f"{TINY} --hybrid-layer-pattern M/*-/*-", "model.mtp_num_layers model.prediction_pattern", 2, "*-"),
+    (f"{TINY} --hybrid-layer-pattern M --mamba-head-dim 16", "model.state_space.num_heads", 8),
+    (f"--from-launch 'pretrain_mamba.py {TINY}'", "model.pattern", "MM"),
+    # Of a parameter.
+    (f"--from-launch '{TINY} --bf16'", BYTES, 4, 12, 0),
+    (f"--from-launch '{TINY}'", BYTES, 4, 8, 0),
+    (f"--from-launch '{TINY} --fp16'", BYTES, 2, 12, 4),
+    (f"--from-launch '{TINY} --bf16 --grad-reduce-in-bf16'", BYTES, 2, 12, 4),
+    (f"--from-launch '{TINY} --bf16 {OPTIMIZER}'", BYTES, 4, 7, 0),
+]
+
+
+@pytest.mark.parametrize(("words", "names", "expected"), [(row[0], row[1], row[2:]) for row in SIZES])
+def test_arguments_become_sizes(words, names, expected):
+    one = setting_of(shlex.split(words))
+    assert tuple(operator.attrgetter(name)(one) for name in names.split()) == expected
 
 
 @pytest.mark.parametrize(
@@ -113,33 +129,10 @@ def test_arguments_become_sizes():
 def test_a_layout_of_the_stages(layout, stages, layers):
     words = ["--num-layers", str(sum(map(sum, layers))), "--pp", str(stages), "--mtp-num-layers", "1"]
     words += ["--pipeline-model-parallel-layout", layout]
-    found = static.stages(tiny(*words))
+    found = static.stages(setting_of([*shlex.split(TINY), *words]))
     assert [[len(chunk) for chunk in stage.chunks] for stage in found] == layers
     # A stage without layers, or without its last ones, can be planned.
     plan_of([*shlex.split(TINY), *words])
-
-
-def test_hybrids_by_a_pattern_and_by_the_program():
-    sizes = "--hidden-size 64 --num-attention-heads 4 --vocab-size 256 --seq-length 128 --mamba-head-dim 16"
-    one = setting_of(shlex.split(f"--hybrid-layer-pattern M*|-M/*-/*- --pp 2 {sizes}"))
-    assert (one.model.num_layers, one.model.pattern, one.model.mtp_num_layers) == (4, "M*-M", 2)
-    assert (one.model.prediction_pattern, one.model.state_space.num_heads) == ("*-", 8)
-    assert setting_of(["--from-launch", f"pretrain_mamba.py {TINY}"]).model.pattern == "MM"
-
-
-@pytest.mark.parametrize(
-    ("words", "gradient", "state", "step"),
-    [
-        ("--bf16", 4, 12, 0),
-        ("", 4, 8, 0),
-        ("--fp16", 2, 12, 4),
-        ("--bf16 --grad-reduce-in-bf16", 2, 12, 4),
-        ("--bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype fp8", 4, 7, 0),
-    ],
-)
-def test_bytes_of_a_parameter(words, gradient, state, step):
-    found = setting_of(["--from-launch", f"{TINY} {words}"]).training
-    assert (found.gradient_bytes, found.state_bytes, found.step_bytes) == (gradient, state, step)
 
 
 def test_what_keeps_the_head_with_megatron_is_told_everywhere(capsys):
@@ -215,16 +208,16 @@ def test_a_model_that_cannot_be_planned_has_a_head():
     assert "attention in fp32" in in_fp32.doubts[0]
 
 
-def test_a_quick_geglu_is_a_gate_and_learned_positions_can_be_none():
-    sizes = [static.parameters(tiny(gate)) for gate in ("--quick-geglu", "--swiglu")]
+def test_a_quick_geglu_is_a_gate():
+    sizes = [
+        static.parameters(setting_of(shlex.split(f"{TINY} {gate}"))) for gate in ("--quick-geglu", "--swiglu")
+    ]
     assert sizes[0] - sizes[1] == 2 * 3 * 64 * (256 - 128) + 2 * 2 * (256 - 128)  # F of its own, biases
-    words = ("--no-position-embedding",), ("--position-embedding-type", "rope")
-    assert [tiny(*more).model.learned_positions for more in ((), *words)] == [128, 0, 0]
 
 
 #: Of another kind in a later version, whose the file has.
-LATER = ["rampup_batch_size", "rl_use_sequence_packing", "lazy_mpu_init"]
-LATER += ["cuda_graph_scope", "export_kv_cache_quant"]
+LATER = {"rampup_batch_size", "rl_use_sequence_packing", "lazy_mpu_init", "cuda_graph_scope",
+         "export_kv_cache_quant"}  # fmt: skip
 
 
 @on_checkouts
