@@ -113,9 +113,15 @@ def test_what_the_head_of_a_call_gets(name):
 
 @pytest.mark.parametrize("of_teacher", [{}, {"loss_mask": torch.rand(SHAPE)}], ids=["", "masked"])
 def test_a_teacher_inside_the_student(of_teacher):
-    """Each model finds its own mask or none, though both see the same labels."""
-    teacher = GPT()
-    found = called(GPT(before_loss=lambda: called(teacher, **of_teacher)), loss_mask=MASK)
+    """Each model finds its own mask or none, though both see the same labels; another one has none."""
+    teacher, other, of_other = GPT(), GPT(), []
+
+    def before_loss():
+        called(teacher, **of_teacher)
+        of_other.append(token_weights.of_loss(other, LABELS).values)
+
+    found = called(GPT(before_loss), loss_mask=MASK)
+    assert of_other == [None]
     assert torch.equal(found.values, MASK)
     right = of_teacher.get("loss_mask")
     assert teacher.found[0].values is right or torch.equal(teacher.found[0].values, right)
