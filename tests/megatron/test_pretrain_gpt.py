@@ -45,6 +45,7 @@ def launch(checkout, folder, *flags, case="plain"):
     }
     status, output = by_torchrun(words, folder, checkout, case.num_processes, **settings)
     assert status == 0, told_by_ranks(output)
+    assert ("--defer-embedding-wgrad-compute" in flags) == ("-wgrad-compute has no effect" in output)
     return output
 
 
@@ -74,50 +75,34 @@ def test_pretrain_gpt_flag_off_and_on(checkout, tmp_path, case):
         assert ours[0] <= max(1e-6, 2 * yardstick[0]) and ours[1] <= max(1e-5, 2 * yardstick[1])
 
 
-@on_checkouts
-@pytest.mark.parametrize("case", ["distopt", "vpp"])
-def test_pretrain_gpt_with_combined_1f1b(checkout, tmp_path, case):
-    """In bf16, which it asks for: within its rounding."""
-    off, on = (figures_of(checkout, tmp_path, COMBINED_1F1B + flags, case) for flags in ("", GRAD_IN_FORWARD))
-    assert on.heads_fused == NUM_FORWARDS / (2 if case == "distopt" else 1) and not on.logits_materialised
-    losses_apart, norms_apart = pretrain.differences(on, off)
-    assert losses_apart <= 5e-4 and norms_apart <= 1e-2
+DEFERRED = "--defer-embedding-wgrad-compute --wgrad-deferral-limit 2"
+WGRAD = f"""
+    --bf16 --grad-reduce-in-bf16 --use-distributed-optimizer --tensor-model-parallel-size 1
+    --overlap-grad-reduce {GRAD_IN_FORWARD}
+"""
+#: Case, flags of both launches, of the first and of the second alone; heads that the second fuses, and how
+#: far losses and gradient norms are apart.
+PAIRS = {
+    # In bf16, which it asks for: within its rounding.
+    "combined 1F1B": ("distopt", COMBINED_1F1B, "", GRAD_IN_FORWARD, NUM_FORWARDS / 2, 5e-4, 1e-2),
+    "combined 1F1B, vpp": ("vpp", COMBINED_1F1B, "", GRAD_IN_FORWARD, NUM_FORWARDS, 5e-4, 1e-2),
+    # To the bit. The second as Megatron-Bridge's recipes for 70B, 405B and 175B: main_grad in bf16.
+    "deferral": ("pp2-mtp", f"{CHUNKS} store", "", DEFERRED, 2 * NUM_FORWARDS, 0, 0),
+    "deferral, wgrad": ("vpp-wgrad", WGRAD, "", DEFERRED, NUM_FORWARDS / 2, 0, 0),
+    # The head's weight is sharded, against DDP without the flag; each rank has half of the micro-batches.
+    "FSDP2": ("fsdp", "", "", f"{FSDP2} {CHUNKS} recompute", NUM_FORWARDS / 2, 1e-6, 1e-5),
+    "Megatron-FSDP": ("fsdp", "", "", f"{MEGATRON_FSDP} {CHUNKS} recompute", NUM_FORWARDS / 2, 1e-6, 1e-5),
+}
 
 
 @on_checkouts
-@pytest.mark.parametrize(
-    ("case", "more"),
-    [
-        ("pp2-mtp", f"{CHUNKS} store"),
-        # As Megatron-Bridge's recipes for 70B, 405B and 175B: `main_grad` in bf16, its reduction overlapped.
-        (
-            "vpp-wgrad",
-            "--bf16 --grad-reduce-in-bf16 --use-distributed-optimizer --tensor-model-parallel-size 1 "
-            f"--overlap-grad-reduce {GRAD_IN_FORWARD}",
-        ),
-    ],
-)
-def test_pretrain_gpt_with_deferral(checkout, tmp_path, case, more):
-    """As without, to the bit."""
-    found = []
-    for flags in ("", " --defer-embedding-wgrad-compute --wgrad-deferral-limit 2"):
-        output = launch(checkout, tmp_path, "--train-iters", "3", *f"{more}{flags}".split(), case=case)
-        found.append(megatron_logs.parse_logs([output]))
-        assert bool(flags) == ("-wgrad-compute has no effect" in output), output[-3000:]
-        assert not found[-1].logits_materialised
-    assert found[0].heads_fused == found[1].heads_fused > 0
-    assert pretrain.differences(*found) == (0, 0)
-
-
-@on_checkouts
-def test_pretrain_gpt_under_fsdp(checkout, tmp_path):
-    """torch FSDP2 and Megatron-FSDP, which shard the head's weight, against DDP without the flag."""
-    stock = figures_of(checkout, tmp_path, "", "fsdp")
-    for shards in (FSDP2, MEGATRON_FSDP):
-        figures = figures_of(checkout, tmp_path, f"{shards} {CHUNKS} recompute", "fsdp")
-        assert figures.heads_fused == NUM_FORWARDS / 2, "each rank has half of the micro-batches"
-        losses_apart, norms_apart = pretrain.differences(figures, stock)
-        assert losses_apart <= 1e-6 and norms_apart <= 1e-5
+@pytest.mark.parametrize("name", PAIRS)
+def test_pretrain_gpt_in_pairs(checkout, tmp_path, name):
+    case, both, *own, heads, losses, norms = PAIRS[name]
+    first, second = (figures_of(checkout, tmp_path, f"{both} {flags}", case) for flags in own)
+    assert second.heads_fused == heads and not second.logits_materialised
+    apart = pretrain.differences(second, first)
+    assert apart[0] <= losses and apart[1] <= norms
 
 
 def exact_losses(checkout, tmp_path, *flags):
