@@ -28,10 +28,11 @@ from tests.support.checkouts import on_checkouts
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 256 --seq-length 128"
+OF_T5 = TINY.replace("--num-layers", "--encoder-num-layers")
 EXAMPLES = sorted(path for path in (ROOT / "scripts" / "examples").glob("*.sh") if path.stem != "launch")
 
 
-# --- launches: tests/plan/launch_scripts.txt has what is read of scripts ------------------------------
+# --- launches: what is read of scripts is in tests/plan/launch_scripts.txt ---------------------------
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
@@ -199,11 +200,15 @@ def test_fewer_gpus_than_a_layout_needs_have_a_head():
 
 
 def test_a_model_that_cannot_be_planned_has_a_head():
-    """Layers and heads that do not divide, letters that are not known: the head of a plain model."""
+    """Layers and heads that do not divide, unknown letters or programs: the head of a plain model."""
     launch = f"{TINY} --bf16 --fp8-format e4m3 --num-attention-heads 7 --kv-channels 8 --num-layers 7"
     found = plan_of(["--from-launch", f"{launch} --hybrid-layer-pattern XYZ --tp 2 --pp 2", "--gpus", "4"])
     plain = plan_of(["--from-launch", f"{TINY} --bf16 --tp 2 --pp 2", "--gpus", "4"])
     assert found.doubts and found.advice.baseline.head == plain.advice.baseline.head
+    for launch in (f"xargs pretrain_gpt.py {TINY} --bf16", f"pretrain_t5.py {OF_T5} --bf16"):
+        found, plain = (plan_of(["--from-launch", one, "--gpus", "2"]) for one in (launch, f"{TINY} --bf16"))
+        heads_of = [[way.head.peak for way in one.advice.ways[:3]] for one in (found, plain)]
+        assert found.doubts and heads_of[0] == heads_of[1]
     in_fp32 = plan_of(["--from-launch", f"pretrain_gpt.py {TINY}", "--gpus", "2"])
     assert "attention in fp32" in in_fp32.doubts[0]
 
@@ -298,6 +303,7 @@ ANSWERS = Path(__file__).with_name("answers.tsv").read_text().splitlines()
 STAYS = "No effect: "
 NAMES = {
     "{tiny}": TINY,
+    "{t5}": OF_T5,
     "{no_vocabulary}": TINY.replace("--vocab-size 256 ", ""),
     "{model}": "--model llama-3-8b --seq-length 8192",
 }
