@@ -12,9 +12,9 @@ unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX := $(CURDIR)/build/pycache
 endif
 # Folders of `make test-rest`; in the others a test's marker says that it belongs there (tests/conftest.py).
-REST := tests/tools tests/project
+REST := tests/tools tests/plan tests/project
 
-.PHONY: help setup demo test test-rest test-gpu lint sweep docs figures properties clean
+.PHONY: help setup demo test test-rest test-gpu coverage lint sweep docs figures properties clean
 
 help:
 	@echo "make demo    train a small GPT with and without the flag and compare (5 minutes on 2 cores)"
@@ -22,6 +22,7 @@ help:
 	@echo "             minutes on 2 cores, no GPU)"
 	@echo "make test-rest  the other Megatron, all faults, tools, documentation, packaging (4 to 9 minutes)"
 	@echo "make test-gpu   tests/gpu.txt on one or two GPUs; TESTS='tests/op -k graph' for others"
+	@echo "make coverage  lines and branches that make test runs, in its ranks' processes too; COVERAGE=tests/op for others"
 	@echo "make lint    ruff and mypy alone"
 	@echo "make sweep   how many chunks: time against peak memory, the flags to use; SWEEP='--tokens 4096 ...'"
 	@echo "make docs    the documentation as a site, in build/site"
@@ -49,18 +50,25 @@ figures: setup
 	@$(PY) -m scripts.dev.figures
 
 # A tool that set-up could not install (no network) is skipped with a line that says so.
+RUFF = if grep -qs ruff .venv/missing.txt; then echo "SKIPPED ruff: not installed"; else \
+	$(PY) -m ruff check && $(PY) -m ruff format --check; fi
+MYPY = if grep -qs mypy .venv/missing.txt; then echo "SKIPPED mypy: not installed"; else $(PY) -m mypy; fi
 lint: setup
-	@if grep -qs ruff .venv/missing.txt; then echo "SKIPPED ruff: not installed"; else \
-		$(PY) -m ruff check && $(PY) -m ruff format --check; fi
-	@if grep -qs mypy .venv/missing.txt; then echo "SKIPPED mypy: not installed"; else \
-		$(PY) -m mypy; fi
+	@$(RUFF)
+	@$(MYPY)
 
 NO_XDIST = $(info SKIPPED pytest-xdist: not installed, one process of tests instead of two)
 WORKERS = $(if $(shell $(PY) -c "import xdist" 2>&1),$(NO_XDIST),-n 2 --dist loadfile)
 PYTEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest
 
-test: lint
-	@$(PYTEST) -q $(WORKERS) -m "not rest" $(REST:%=--ignore=%)
+OF_TEST = -m "not rest" $(REST:%=--ignore=%)
+
+# mypy takes one core for half a minute, beside the tests; it speaks after them.
+test: setup
+	@$(RUFF)
+	@mkdir -p build; ($(MYPY)) >build/mypy.log 2>&1 & types=$$!; \
+		$(PYTEST) -q $(WORKERS) $(OF_TEST); tests=$$?; \
+		wait $$types; types=$$?; cat build/mypy.log; exit $$((tests | types))
 
 test-rest: setup
 	@$(PYTEST) -q $(WORKERS) -m rest
@@ -71,6 +79,13 @@ test-gpu: setup
 	@$(PY) -c "import hypothesis, pytest, torch, triton; assert torch.cuda.is_available(), 'no CUDA device'"
 	@PYTHONPATH="$$PWD$${PYTHONPATH:+:$$PYTHONPATH}" TRITON_CACHE_DIR="$${TRITON_CACHE_DIR:-$$PWD/build/triton}" \
 		$(PYTEST) -v $(TESTS)
+
+# coverage follows ranks and launches by itself (pyproject.toml): no test knows of it.
+COVERAGE = $(OF_TEST)
+coverage: setup
+	@$(PY) -m coverage erase
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m coverage run -m pytest -q $(WORKERS) $(COVERAGE); tests=$$?; \
+		$(PY) -m coverage combine -q && $(PY) -m coverage report; exit $$tests
 
 properties: setup
 	@HYPOTHESIS_PROFILE=long OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -q tests/op/test_properties.py $(PROPERTIES)

@@ -26,7 +26,7 @@ root_doc = "index"
 # Links to headings as GitHub makes them: `page.md#the-heading`.
 myst_heading_anchors = 4
 
-# Docstrings name types and modules that have no page; tests/project/test_names.py holds the names.
+# Docstrings name types and modules that have no page; tests/test_house.py holds the names.
 nitpick_ignore_regex = [("py:.*", ".*")]
 autodoc_typehints = "none"
 autodoc_member_order = "bysource"

@@ -1,4 +1,4 @@
-"""The walls of the house: who may import what and what none may call, read from the source."""
+"""The walls of the house, read from the source: who may import what, what none may call, names in prose."""
 
 from __future__ import annotations
 
@@ -9,25 +9,33 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = ROOT / "megatron_fused_ce"
-SOURCES = sorted(
-    file
-    for folder in (PACKAGE, ROOT / "kernels")
-    for file in folder.rglob("*.py")
-    if not {"kernels", "scripts"} & set(file.relative_to(folder).parts)  # links to the top level
-)
+
+
+def files_of(*folders: str) -> list[Path]:
+    """Python files, each once: the package's links to the top level left out."""
+    found = (file for folder in folders for file in sorted((ROOT / folder).rglob("*.py")))
+    return [file for file in found if not any(parent.is_symlink() for parent in file.parents)]
+
+
+SOURCES = files_of("megatron_fused_ce", "kernels")
+
+
+@functools.cache
+def nodes(file: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(file.read_text())))
 
 
 @functools.cache
 def imports(file: Path) -> set[str]:
     """Every module that ``file`` imports, at any depth of its code, for the type checker too."""
     found = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in nodes(file):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -39,7 +47,7 @@ def imports(file: Path) -> set[str]:
 def module(file: Path) -> str:
     """The name under which it is imported."""
     parts = file.relative_to(ROOT).with_suffix("").parts
-    parts = ("megatron_fused_ce", *parts) if parts[0] == "kernels" else parts
+    parts = parts if parts[0] in ("megatron_fused_ce", "tests") else ("megatron_fused_ce", *parts)
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
@@ -62,12 +70,6 @@ def room(file: Path) -> str:
     return parts[1] if len(parts) > 1 else "__init__"
 
 
-def rooms_that_import(prefix: str) -> set[str]:
-    return {
-        room(file) for file in SOURCES if any(f"{name}.".startswith(f"{prefix}.") for name in imports(file))
-    }
-
-
 #: The rooms, from the top floor down. A file imports of its own room, and of the floors below it.
 FLOORS = (
     ("__main__", "autoload", "autoload_start", "launch"),
@@ -83,6 +85,7 @@ FLOORS = (
     ("planner",),
     ("cli", "config", "kernels", "reasons"),
 )
+ROOMS = {name for names in FLOORS for name in names}
 
 
 def test_every_file_has_a_room_and_imports_downwards():
@@ -107,111 +110,93 @@ def test_no_circle_of_files():
 
 def test_rooms_are_small():
     """About a dozen files in each, but adapter and plan; a page that a reader can hold."""
-    assert len({room(file) for file in SOURCES} - {"kernels"}) <= 18  # which is a link
+    assert len(ROOMS - {"kernels"}) <= 18  # which is a link
     modules = Counter(room(file) for file in SOURCES if file.name != "__init__.py")
     assert {name for name, count in modules.items() if count > 14} <= {"adapter", "plan"}
     lines = {module(file): file.read_text().count("\n") for file in SOURCES if room(file) != "kernels"}
     assert not {name: count for name, count in lines.items() if count > 450}
 
 
-@pytest.mark.parametrize(("library", "rooms"), [("triton", {"kernels"}), ("megatron", {"adapter"})])
-def test_one_room_alone_knows_it(library, rooms):
-    assert rooms_that_import(library) == rooms
+OURS = "megatron_fused_ce"
+#: What is imported, and which rooms may do so: all of these, but where a line says otherwise.
+KNOWN_TO = {
+    "triton": {"kernels"},
+    "megatron": {"adapter"},
+    "torch": ROOMS - {"__main__", "autoload", "autoload_start", "cli", "config", "launch", "plan", "planner",
+                      "reasons"},
+    # Numbers only: they answer for GPUs that are not there, on machines without torch.
+    f"{OURS}.plan": {"plan"},
+    # A kind of targets and of logits, which it brings with it.
+    f"{OURS}.distillation": {"__init__", "rl", "adapter", "distillation"},
+    f"{OURS}.scripts": set(),
+}  # fmt: skip
+#: A room, and the rooms that it may know.
+KNOWS = {
+    # Records and constants that both need are its own (kernels/records.py); the package imports downwards.
+    "kernels": {"kernels"},
+    "planner": {"planner", "config", "kernels"},
+    "plan": {"plan", "adapter", "cli", "config", "planner", "reasons"},
+}
+#: A room, another, and what it may import of that: the kernels' sizes, the adapter's flags.
+BY_NAME = [
+    ("planner", "kernels", {"sizes"}),
+    ("plan", "adapter", {f"arguments.{name}" for name in ("FLAG", "add_arguments", "config_from_args")}),
+]
 
 
-def test_kernels_import_nothing_of_the_package():
-    """Records and constants that both need are theirs (kernels/records.py); the package imports downwards."""
-    found = {name for name in imports_of("kernels") if name.startswith("megatron_fused_ce")}
-    others = {name for name in found if not name.startswith("megatron_fused_ce.kernels.")}
-    assert found and others <= {"megatron_fused_ce.kernels"}
-
-
-def test_only_the_ranks_call_collectives():
-    """Elsewhere a process group is named, and handed down."""
-    assert {"ranks", "ops", "head"} <= rooms_that_import("torch.distributed")
-    for file in SOURCES:
-        if room(file) != "ranks":
-            assert names_of_distributed(file) <= {"ProcessGroup", "get_rank"}, file
-
-
-def names_of_distributed(file: Path) -> set[str]:
-    """What ``file`` takes from ``torch.distributed``."""
-    found = {name.split(".")[2] for name in imports(file) if name.startswith("torch.distributed.")}
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("dist", "torch.distributed"):
-            found.add(node.attr)
-    return found
-
-
-def test_the_head_knows_no_divergence():
-    """A divergence is a kind of targets and of logits, which it brings with it: its room alone knows it."""
-    knowing = rooms_that_import("megatron_fused_ce.distillation")
-    assert knowing <= {"__init__", "rl", "adapter", "distillation"}
-    for file in SOURCES:
-        if room(file) in ("head", "logits", "ranks", "losses", "planner"):
-            assert not re.search(r"diverg|distill|forward_kl|reverse_kl|jsd", file.read_text(), re.I), file
-
-
-def test_only_the_front_doors_read_command_lines():
-    readers = {
-        module(file).removeprefix("megatron_fused_ce.")
-        for file in SOURCES
-        if "argparse" in imports(file) or "sys.argv" in file.read_text()
-    }
-    doors = {"adapter.arguments", "autoload", "autoload_start", "cli.command_line", "launch"}
-    assert readers == doors | {"plan.command", "plan.megatron_arguments"}
-
-
-def test_the_planner_knows_numbers_only():
-    """It answers for GPUs that are not there, on machines without torch."""
-    assert ours(imports_of("planner")) == {"planner", "config", "kernels"}
-    assert all(".kernels.sizes." in name for name in imports_of("planner") if ".kernels" in name)
-    assert not imports(ROOT / "kernels" / "sizes.py")
-    assert not {"planner", "config"} & rooms_that_import("torch")
-
-
-def test_the_plan_knows_numbers_only():
-    """So does a plan of a whole training; of the adapter it knows the flags."""
-    assert ours(imports_of("plan")) == {"plan", "adapter", "cli", "config", "planner", "reasons"}
-    flags = {
-        f"megatron_fused_ce.adapter.arguments.{x}" for x in ("FLAG", "add_arguments", "config_from_args")
-    }
-    assert {name for name in imports_of("plan") if ".adapter." in name} <= flags
-    assert "plan" not in rooms_that_import("torch") | rooms_that_import("megatron")
-    assert rooms_that_import("megatron_fused_ce.plan") == {"plan"}
-
-
-def imports_of(name: str) -> set[str]:
+def of(name: str) -> set[str]:
     """All that a room imports."""
     return {imported for file in SOURCES if room(file) == name for imported in imports(file)}
 
 
-def ours(names: set[str]) -> set[str]:
-    """The rooms among them."""
-    return {name.split(".")[1] for name in names if name.startswith("megatron_fused_ce.")}
+def test_rooms_know_what_they_may():
+    for prefix, rooms in KNOWN_TO.items():
+        knowing = {name for name in ROOMS if any(f"{each}.".startswith(f"{prefix}.") for each in of(name))}
+        assert knowing <= rooms and bool(knowing) == bool(rooms), prefix
+    for name, rooms in KNOWS.items():
+        assert {each.split(".")[1] for each in of(name) if each.startswith(f"{OURS}.")} == rooms, name
+    for name, other, allowed in BY_NAME:
+        start = f"{OURS}.{other}."
+        taken = {each.removeprefix(start) for each in of(name) if each.startswith(start)}
+        assert all(any(f"{each}.".startswith(f"{one}.") for one in allowed) for each in taken), (name, taken)
+    assert not imports(ROOT / "kernels" / "sizes.py")
 
 
-def test_the_package_takes_nothing_from_scripts_and_scripts_nothing_from_tests():
-    assert not rooms_that_import("megatron_fused_ce.scripts")
-    for file in (ROOT / "scripts").rglob("*.py"):
-        assert not [name for name in imports(file) if name.partition(".")[0] == "tests"], file
+def test_what_one_room_alone_may_do():
+    """Call collectives (elsewhere a process group is named, and handed down); say the word of a divergence;
+    read a command line."""
+    readers = set()
+    for file in SOURCES:
+        text, taken = (
+            file.read_text(),
+            {name.split(".")[2] for name in imports(file) if ".distributed." in name},
+        )
+        for node in nodes(file):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("dist", "torch.distributed"):
+                taken.add(node.attr)
+        assert room(file) == "ranks" or taken <= {"ProcessGroup", "get_rank"}, file
+        if room(file) in ("head", "logits", "ranks", "losses", "planner"):
+            assert not re.search(r"diverg|distill|forward_kl|reverse_kl|jsd", text, re.I), file
+        if "argparse" in imports(file) or "sys.argv" in text:
+            readers.add(module(file).removeprefix(f"{OURS}."))
+    doors = {"adapter.arguments", "autoload", "autoload_start", "cli.command_line", "launch"}
+    assert readers == doors | {"plan.command", "plan.megatron_arguments"}
 
 
-def test_the_truth_takes_nothing_from_its_subject():
-    """Options and outputs by name alone; with a constant of the head it would loosen its own bound."""
+def test_scripts_and_tests_around_the_package():
+    """No script imports tests, no test file another: what two of them need is of tests/support. The truth
+    takes options and outputs by name alone; with a constant of the head it would loosen its own bound."""
+    for file in files_of("scripts", "tests"):
+        wrong = r"tests\b" if "scripts" in file.parts else r"tests\.(\w+\.)*test_"
+        assert not [name for name in imports(file) if re.match(wrong, name)], file
     known = imports(ROOT / "scripts" / "lib" / "reference.py")
     known |= imports(ROOT / "tests" / "support" / "roundings.py")
-    known -= {"megatron_fused_ce.scripts.lib.reference.HeadInputs"}
-    assert {name for name in known if name.startswith("megatron_fused_ce")} == {
-        "megatron_fused_ce.config.FusedCEConfig",
-        "megatron_fused_ce.ops.cross_entropy.TokenOutputs",
-    }
+    assert {name.removeprefix(f"{OURS}.") for name in known if name.startswith(OURS)} == {
+        "config.FusedCEConfig", "ops.cross_entropy.TokenOutputs", "scripts.lib.reference.HeadInputs"
+    }  # fmt: skip
 
 
-def test_no_test_file_imports_another():
-    """What two of them need is of tests/support."""
-    for file in (ROOT / "tests").rglob("*.py"):
-        assert not [name for name in imports(file) if re.match(r"tests\.(\w+\.)*test_", name)], file
+# --- what runs its input ---------------------------------------------------------------------------
 
 
 def test_no_shell_script_runs_what_it_reads():
@@ -248,40 +233,40 @@ def test_lint_sees_what_runs_its_input():
     assert found == set(range(1, 11)), done.stdout + done.stderr
 
 
-def python(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    return done.stdout
+# --- what is imported where ------------------------------------------------------------------------
 
-
-def test_installing_the_hook_imports_neither_torch_nor_megatron():
-    """Python's start-up (autoload) runs it in every process with the flag."""
-    code = (
+KERNELS = [path.stem for path in (ROOT / "kernels").glob("*.py")]
+#: What holds in a process of its own: its code, and what that prints.
+IN_A_PROCESS = {
+    # Python's start-up (autoload) runs it in every process with the flag.
+    "installing the hook imports neither torch nor Megatron": (
         "import sys; from megatron_fused_ce.adapter import import_hook; import_hook.install(); "
-        "print([name for name in ('torch', 'triton', 'megatron') if name in sys.modules])"
-    )
-    assert python(code).strip() == "[]"
-
-
-def test_the_op_works_without_megatron():
-    code = (
+        "print([name for name in ('torch', 'triton', 'megatron') if name in sys.modules])",
+        "[]",
+    ),
+    "the op works without Megatron": (
         "import sys; sys.modules['megatron'] = None; import torch, megatron_fused_ce as m; "
         "h = torch.randn(3, 2, 4); w = torch.randn(5, 4); y = torch.zeros(2, 3, dtype=torch.long); "
-        "print(m.fused_linear_cross_entropy(h, w, y).shape)"
-    )
-    assert python(code).strip() == "torch.Size([2, 3])"
-
-
-def test_the_row_path_imports_with_the_oldest_triton():
-    """triton 3.2 has no tensor descriptors, which the scaled-exp GEMM alone needs."""
-    kernels = sorted(file.stem for file in (ROOT / "kernels").glob("*.py"))
-    of_rows = [name for name in kernels if name not in ("scaled_exp", "scaled_exp_hopper")]
-    code = (
+        "print(m.fused_linear_cross_entropy(h, w, y).shape)",
+        "torch.Size([2, 3])",
+    ),
+    # triton 3.2 has no tensor descriptors, which the scaled-exp GEMM alone needs; newer interpreters do.
+    "the row path imports with the oldest Triton": (
         "import os, sys, importlib; sys.modules['triton.tools.tensor_descriptor'] = None; "
-        "os.environ.pop('TRITON_INTERPRET', None); "  # newer interpreters import them
-        f"[importlib.import_module('megatron_fused_ce.kernels.' + name) for name in {of_rows}]"
-    )
-    assert {"scaled_exp_rows", "row_kernels", "token_kernels"} <= set(of_rows)
-    python(code)
+        "os.environ.pop('TRITON_INTERPRET', None); "
+        "[importlib.import_module('megatron_fused_ce.kernels.' + name) for name in "
+        f"{[name for name in KERNELS if name not in ('scaled_exp', 'scaled_exp_hopper')]}]",
+        "",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", IN_A_PROCESS)
+def test_in_a_process_of_its_own(what):
+    code, printed = IN_A_PROCESS[what]
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, printed), done.stderr
+    assert {"scaled_exp_rows", "row_kernels", "token_kernels"} <= set(KERNELS)
 
 
 def test_every_export_exists():
@@ -292,3 +277,60 @@ def test_every_export_exists():
         assert getattr(megatron_fused_ce, name) is not None
     with pytest.raises(AttributeError, match="no_such_name"):
         megatron_fused_ce.no_such_name  # noqa: B018
+
+
+# --- names in prose --------------------------------------------------------------------------------
+
+
+def defined(file: Path) -> Iterator[str]:
+    """Paths of a module, and of what it, or a class of it, defines or imports by name."""
+    yield module(file)
+    for owner in nodes(file):
+        if isinstance(owner, ast.ClassDef):
+            start, parts = f"{module(file)}.{owner.name}", list(ast.walk(owner))
+        elif isinstance(owner, ast.Module):
+            given_on = [node for node in nodes(file) if isinstance(node, ast.ImportFrom)]
+            start, parts = module(file), [*owner.body, *given_on]
+        else:
+            continue
+        for part in parts:
+            targets = [*getattr(part, "targets", []), getattr(part, "target", None)]
+            found = [name for one in targets if one for name in ast.walk(one)]
+            found += [part, *getattr(part, "names", [])]
+            for attribute in ("name", "attr", "id"):
+                yield from (f"{start}.{getattr(one, attribute)}" for one in found if hasattr(one, attribute))
+
+
+@pytest.mark.rest
+def test_roles_of_docstrings_name_what_exists():
+    """By any ending of its path; what the package names is its own."""
+    in_package, in_all = set(), set()
+    for file in files_of("megatron_fused_ce", "kernels", "scripts", "tests"):
+        for path in defined(file):
+            parts = path.split(".")
+            endings = {".".join(parts[start:]) for start in range(len(parts))}
+            in_all |= endings
+            in_package |= endings if file in SOURCES else set()
+    roles, lost = 0, []
+    for file in files_of("megatron_fused_ce", "kernels", "scripts", "tests"):
+        for text in re.findall(r":(?:mod|func|class|meth|attr|data):`([^`]+)`", file.read_text()):
+            name, roles = "".join(text.split()).lstrip("."), roles + 1
+            if name.partition(".")[0] != "torch" and name not in (in_package if file in SOURCES else in_all):
+                lost.append(f"{file.relative_to(ROOT)}: {name}")
+    assert roles > 200, "the pattern finds them"
+    assert not lost, "\n".join(lost)
+
+
+@pytest.mark.rest
+def test_files_that_documents_name_exist():
+    """Those of a folder of this repository, or of the package."""
+    paths = {
+        f"/{file.relative_to(ROOT).as_posix()}" for file in files_of("megatron_fused_ce", "kernels", "tests")
+    }
+    named = 0
+    for page in (ROOT / "CONTRIBUTING.md", ROOT / "kernels" / "README.md", *(ROOT / "docs").glob("*.md")):
+        for name in re.findall(r"`([\w/]+\.py)", page.read_text()):
+            if name.partition("/")[0] in {OURS, "tests"} | ROOMS:
+                assert any(path.endswith(f"/{name}") for path in paths), f"{page.name}: {name}"
+                named += 1
+    assert named > 40, "the pattern finds them"

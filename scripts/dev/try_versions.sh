@@ -25,8 +25,8 @@ while [ $# -gt 0 ] && [ "$1" != -- ]; do packages+=("$1") && shift; done
 tests=("$@")
 # What depends most on the versions of torch, triton and megatron-core.
 [ ${#tests[@]} -gt 0 ] || tests=(
-    tests/op/test_op.py tests/kernels/test_row_kernels.py tests/op/test_promise.py tests/megatron/test_adapter.py
-    tests/plan/test_command.py tests/parallel/test_models.py
+    tests/op/test_op.py tests/op/test_promise.py tests/kernels/test_row_kernels.py tests/plan/test_command.py
+    tests/megatron/test_adapter.py tests/megatron/test_deferred_logits.py tests/parallel/test_models.py
     -k "not test_model or installed-2" # Megatron's models on two ranks
 )
 

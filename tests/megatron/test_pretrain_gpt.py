@@ -7,24 +7,19 @@ Several checkouts: separate them with ``:``. Without one everything here is skip
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 
 from megatron_fused_ce.scripts.lib import launches
 from megatron_fused_ce.scripts.lib import logs as megatron_logs
 from megatron_fused_ce.scripts.runs import pretrain
+from tests.megatron.launches import by_torchrun, exact_lines, told_by_ranks, words_of
 from tests.support.checkouts import on_checkouts
 from tests.support.cpu_case import cpu_case
 
 pytestmark = pytest.mark.rest
-REPOSITORY = Path(__file__).resolve().parents[2]
 NUM_HEADS = {"plain": 1, "mtp": 2, "pp2-mtp": 2, "vpp": 1}
 NUM_FORWARDS = 5 * 4 + 3 * 4  # iterations and evaluations, of 4 micro-batches each
 CHUNKS = "--fused-chunked-ce --fused-ce-num-chunks 3 --fused-ce-strategy"
@@ -36,12 +31,28 @@ MEGATRON_FSDP = (
 )
 
 
-def figures_of(checkout, tmp_path, flags, case):
-    """A launch of a case as it is."""
+def launch(checkout, folder, *flags, case="plain"):
+    """What two iterations of a case (plain: TP 2) print, unless ``flags`` say otherwise."""
+    case = cpu_case(case)
+    base = (*case.args, "--train-iters", "2", "--eval-iters", "0")
+    words = words_of(f"{checkout}/pretrain_gpt.py", *base, *flags)
+    settings = {
+        "TORCHDYNAMO_DISABLE": "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "8" if "fsdp" in " ".join(flags) else "1",
+        # What --deterministic-mode asks of the environment.
+        "NCCL_ALGO": "Ring",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    }
+    status, output = by_torchrun(words, folder, checkout, case.num_processes, **settings)
+    assert status == 0, told_by_ranks(output)
+    assert ("--defer-embedding-wgrad-compute" in flags) == ("-wgrad-compute has no effect" in output)
+    return output
+
+
+def figures_of(checkout, folder, flags, case="plain"):
+    """Five iterations of a case, two evaluations."""
     whole = ("--train-iters", "5", "--eval-iters", "1")
-    run = launch(checkout, tmp_path, f"{checkout}/pretrain_gpt.py", *whole, *flags.split(), case=case)
-    assert run.returncode == 0, (run.stdout + run.stderr)[-3000:]
-    return megatron_logs.parse_logs([run.stdout])
+    return megatron_logs.parse_logs([launch(checkout, folder, *whole, *flags.split(), case=case)])
 
 
 #: A forward runs beside another micro-batch's backward, by a schedule of its own.
@@ -64,87 +75,40 @@ def test_pretrain_gpt_flag_off_and_on(checkout, tmp_path, case):
         assert ours[0] <= max(1e-6, 2 * yardstick[0]) and ours[1] <= max(1e-5, 2 * yardstick[1])
 
 
-@on_checkouts
-@pytest.mark.parametrize("case", ["distopt", "vpp"])
-def test_pretrain_gpt_with_combined_1f1b(checkout, tmp_path, case):
-    """In bf16, which it asks for: within its rounding."""
-    off, on = (figures_of(checkout, tmp_path, COMBINED_1F1B + flags, case) for flags in ("", GRAD_IN_FORWARD))
-    assert on.heads_fused == NUM_FORWARDS / (2 if case == "distopt" else 1) and not on.logits_materialised
-    losses_apart, norms_apart = pretrain.differences(on, off)
-    assert losses_apart <= 5e-4 and norms_apart <= 1e-2
+DEFERRED = "--defer-embedding-wgrad-compute --wgrad-deferral-limit 2"
+WGRAD = f"""
+    --bf16 --grad-reduce-in-bf16 --use-distributed-optimizer --tensor-model-parallel-size 1
+    --overlap-grad-reduce {GRAD_IN_FORWARD}
+"""
+#: Case, flags of both launches, of the first and of the second alone; heads that the second fuses, and how
+#: far losses and gradient norms are apart.
+PAIRS = {
+    # In bf16, which it asks for: within its rounding.
+    "combined 1F1B": ("distopt", COMBINED_1F1B, "", GRAD_IN_FORWARD, NUM_FORWARDS / 2, 5e-4, 1e-2),
+    "combined 1F1B, vpp": ("vpp", COMBINED_1F1B, "", GRAD_IN_FORWARD, NUM_FORWARDS, 5e-4, 1e-2),
+    # To the bit. The second as Megatron-Bridge's recipes for 70B, 405B and 175B: main_grad in bf16.
+    "deferral": ("pp2-mtp", f"{CHUNKS} store", "", DEFERRED, 2 * NUM_FORWARDS, 0, 0),
+    "deferral, wgrad": ("vpp-wgrad", WGRAD, "", DEFERRED, NUM_FORWARDS / 2, 0, 0),
+    # The head's weight is sharded, against DDP without the flag; each rank has half of the micro-batches.
+    "FSDP2": ("fsdp", "", "", f"{FSDP2} {CHUNKS} recompute", NUM_FORWARDS / 2, 1e-6, 1e-5),
+    "Megatron-FSDP": ("fsdp", "", "", f"{MEGATRON_FSDP} {CHUNKS} recompute", NUM_FORWARDS / 2, 1e-6, 1e-5),
+}
 
 
 @on_checkouts
-@pytest.mark.parametrize(
-    ("case", "more"),
-    [
-        ("pp2-mtp", f"{CHUNKS} store"),
-        # As Megatron-Bridge's recipes for 70B, 405B and 175B: `main_grad` in bf16, its reduction overlapped.
-        (
-            "vpp-wgrad",
-            "--bf16 --grad-reduce-in-bf16 --use-distributed-optimizer --tensor-model-parallel-size 1 "
-            f"--overlap-grad-reduce {GRAD_IN_FORWARD}",
-        ),
-    ],
-)
-def test_pretrain_gpt_with_deferral(checkout, tmp_path, case, more):
-    """As without, to the bit."""
-    found = []
-    for flags in ("", " --defer-embedding-wgrad-compute --wgrad-deferral-limit 2"):
-        script = f"{checkout}/pretrain_gpt.py"
-        run = launch(checkout, tmp_path, script, "--train-iters", "3", *f"{more}{flags}".split(), case=case)
-        found.append(megatron_logs.parse_logs([run.stdout]))
-        assert bool(flags) == ("-wgrad-compute has no effect" in run.stdout), run.stderr[-3000:]
-        assert not found[-1].logits_materialised
-    assert found[0].heads_fused == found[1].heads_fused > 0
-    assert pretrain.differences(*found) == (0, 0)
-
-
-@on_checkouts
-def test_pretrain_gpt_under_fsdp(checkout, tmp_path):
-    """torch FSDP2 and Megatron-FSDP, which shard the head's weight, against DDP without the flag."""
-    stock = figures_of(checkout, tmp_path, "", "fsdp")
-    for shards in (FSDP2, MEGATRON_FSDP):
-        figures = figures_of(checkout, tmp_path, f"{shards} {CHUNKS} recompute", "fsdp")
-        assert figures.heads_fused == NUM_FORWARDS / 2, "each rank has half of the micro-batches"
-        losses_apart, norms_apart = pretrain.differences(figures, stock)
-        assert losses_apart <= 1e-6 and norms_apart <= 1e-5
-
-
-def launch(checkout, tmp_path, script, *flags, case="plain"):
-    """Two iterations of a case (plain: TP 2) by ``script``, unless ``flags`` say otherwise."""
-    case = cpu_case(case)
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        *("--nproc-per-node", str(case.num_processes)),
-        *("-m", "megatron_fused_ce.scripts.lib.megatron_cpu"),
-        str(script),
-        *case.args,
-        *("--train-iters", "2", "--eval-iters", "0"),
-        *flags,
-    ]
-    folders = (checkout, str(REPOSITORY), os.environ.get("PYTHONPATH"))
-    settings = {
-        "PYTHONPATH": os.pathsep.join(filter(None, folders)),
-        "OMP_NUM_THREADS": "1",
-        "TORCHDYNAMO_DISABLE": "1",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "8" if "fsdp" in " ".join(flags) else "1",
-        # What --deterministic-mode asks of the environment.
-        "NCCL_ALGO": "Ring",
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    }
-    return subprocess.run(
-        command, cwd=tmp_path, env={**os.environ, **settings}, capture_output=True, text=True
-    )
+@pytest.mark.parametrize("name", PAIRS)
+def test_pretrain_gpt_in_pairs(checkout, tmp_path, name):
+    case, both, *own, heads, losses, norms = PAIRS[name]
+    first, second = (figures_of(checkout, tmp_path, f"{both} {flags}", case) for flags in own)
+    assert second.heads_fused == heads and not second.logits_materialised
+    apart = pretrain.differences(second, first)
+    assert apart[0] <= losses and apart[1] <= norms
 
 
 def exact_losses(checkout, tmp_path, *flags):
     """Losses of two iterations of the plain case, every digit, and what the launch printed."""
-    run = launch(checkout, tmp_path, f"{checkout}/pretrain_gpt.py", *flags)
-    output = run.stdout + run.stderr
-    assert run.returncode == 0, output[-3000:]
-    lines = [line for line in output.splitlines() if line.startswith("[megatron_cpu] exact")]
-    return [json.loads(line.split("exact", 1)[1])["lm loss"] for line in lines], output
+    output = launch(checkout, tmp_path, *flags)
+    return [line["lm loss"] for line in exact_lines(output)], output
 
 
 @on_checkouts
@@ -173,9 +137,7 @@ def test_pretrain_gpt_in_fp16_skips_the_same_steps(tmp_path, checkout):
     """From a loss scale that overflows, until it does not."""
     fp16 = ["--fp16", "--initial-loss-scale", "8388608", "--hysteresis", "1", "--train-iters", "10"]
     off, *on = (
-        megatron_logs.parse_logs(
-            [launch(checkout, tmp_path, f"{checkout}/pretrain_gpt.py", *fp16, *flags).stdout]
-        )
+        megatron_logs.parse_logs([launch(checkout, tmp_path, *fp16, *flags)])
         for flags in ([], ["--fused-chunked-ce"], GRAD_IN_FORWARD.split())
     )
     assert off.skipped and len(off.losses["lm loss"]) >= 3, "nothing was skipped, or all was"

@@ -11,7 +11,7 @@ import torch
 
 from megatron_fused_ce import FusedCEConfig
 from megatron_fused_ce.adapter import report, say, switch
-from megatron_fused_ce.planner.choose import Plan, plan
+from megatron_fused_ce.planner.choose import plan
 from megatron_fused_ce.planner.chunks import Cut
 from megatron_fused_ce.planner.memory import PlanInputs, size_in_words
 
@@ -43,91 +43,71 @@ def said(monkeypatch):
     return lines
 
 
+LINEAR = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"}
+
+
 @pytest.mark.parametrize(
-    ("settings", "line"),
+    ("settings", "strategy"),
     [
-        ({}, "on: the head of SimpleNamespace, strategy recompute"),
-        ({"config": FusedCEConfig()}, "on: the head of SimpleNamespace, strategy auto"),
-        (
-            {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"},
-            "on: the head of SimpleNamespace, strategy recompute; --cross-entropy-fusion-impl linear has no "
-            "effect on it",
-        ),
-        ({"rank": 1}, None),
+        ({}, "recompute"),
+        ({"config": FusedCEConfig()}, "auto"),
+        (LINEAR, "recompute; --cross-entropy-fusion-impl linear has no effect on it"),
+        ({"rank": 1}, ""),
     ],
 )
-def test_when_a_model_is_built(said, settings, line):
+def test_when_a_model_is_built(said, settings, strategy):
     report.adopted(megatron_head(**settings), SimpleNamespace())
-    assert said == ([] if line is None else [line])
+    assert said == ([f"on: the head of SimpleNamespace, strategy {strategy}"] if strategy else [])
 
 
-def ran(config, hidden=32, layer=None, **changes):
+def ran(config=RECOMPUTE, layer=None, hidden=32, dtype=torch.bfloat16, changes=(), **settings):
     """A call of the head on ``[hidden, 2, 16]`` of each of two ranks, by its plan or another one."""
-    layer = layer or megatron_head(config).output_layer
+    layer = layer or megatron_head(config, **settings).output_layer
     inputs = PlanInputs(
         config=config, num_tokens=4 * hidden, hidden_size=16, num_rows=1000, num_parts=2, tp_size=2
     )
-    followed = replace(plan(inputs), **changes)
-    report.evaluation_once(layer, torch.zeros(hidden, 2, 16, dtype=torch.bfloat16), followed, "no reason")
+    followed = replace(plan(inputs), **dict(changes))
+    report.evaluation_once(layer, torch.zeros(hidden, 2, 16, dtype=dtype), followed, "no reason")
     return layer, followed
 
 
+ASKED_FOR = "logits backend gemm_rows (asked for)"
+SKIPS = replace(RECOMPUTE, strategy="auto", num_chunks=None, z_loss=1e-4, skip_masked=True)
+
+
 @pytest.mark.parametrize(
-    ("config", "hidden", "what", "stock", "notes"),
+    ("given", "what", "unfused", "native", "notes"),
     [
+        ({}, "recompute, 4 chunks of 32 tokens", "0.7", "1.2", ASKED_FOR),
         (
-            RECOMPUTE,
-            32,
-            "recompute, 4 chunks of 32 tokens",
-            "Megatron's unfused loss 0.7 MiB, its native one 1.2 MiB",
-            "logits backend gemm_rows (asked for)",
+            {"config": SKIPS},
+            *("store, 1 chunk of 128 tokens", "0.7", "1.2"),
+            f"AUTO; {ASKED_FOR}; masked tokens are skipped, the sizes are for none; loss with z_loss",
         ),
         (
-            replace(RECOMPUTE, strategy="auto", num_chunks=None, z_loss=1e-4, skip_masked=True),
-            32,
-            "store, 1 chunk of 128 tokens",
-            "Megatron's unfused loss 0.7 MiB, its native one 1.2 MiB",
-            "AUTO; logits backend gemm_rows (asked for); masked tokens are skipped, the sizes are for none; "
-            "loss with z_loss",
-        ),
-        (
-            replace(RECOMPUTE, logits_backend="auto"),
-            50,
-            "recompute, 4 chunks of 50 tokens",
-            "Megatron's unfused loss 1.1 MiB, its native one 1.9 MiB",
+            {"config": replace(RECOMPUTE, logits_backend="auto"), "hidden": 50},
+            *("recompute, 4 chunks of 50 tokens", "1.1", "1.9"),
             "logits backend gemm_rows, not scaled_exp: no reason",
         ),
+        # fp32 logits are overwritten by their softmax; a use that waits for its backward keeps it.
+        ({"dtype": torch.float32}, "recompute, 4 chunks of 32 tokens", "0.5", "1.2", ASKED_FOR),
+        ({"mtp_num_layers": 1}, "recompute, 4 chunks of 32 tokens", "1.2", "1.7", ASKED_FOR),
     ],
 )
-def test_when_a_head_has_run(said, config, hidden, what, stock, notes):
-    _, followed = ran(config, hidden)
+def test_when_a_head_has_run(said, given, what, unfused, native, notes):
+    _, followed = ran(**given)
     head = f"the head takes about {size_in_words(followed.predicted_peak_bytes)}"
+    stock = f"Megatron's unfused loss {unfused} MiB, its native one {native} MiB"
     assert said == [f"runs: {what}; {head}, {stock}; {notes.replace('AUTO', followed.why)}"]
 
 
 def test_once_for_each_strategy_of_a_head(said):
     """The main head comes after those of multi-token prediction; batches may differ in length."""
-    layer, _ = ran(RECOMPUTE)
-    ran(RECOMPUTE, layer=layer, cut=Cut.into(64, 2))
+    layer, _ = ran()
+    ran(layer=layer, changes={"cut": Cut.into(64, 2)})
     assert len(said) == 1
-    ran(RECOMPUTE, layer=layer, strategy="store", stored_chunks=4)
+    ran(layer=layer, changes={"strategy": "store", "stored_chunks": 4})
     assert len(said) == 2 and said[1].startswith("runs: store")
-
-
-@pytest.mark.parametrize(
-    ("settings", "dtype", "stock"),
-    [
-        ({}, torch.float32, "unfused loss 0.5 MiB, its native one 1.2 MiB"),
-        ({"mtp_num_layers": 1}, torch.bfloat16, "unfused loss 1.2 MiB, its native one 1.7 MiB"),
-    ],
-)
-def test_what_megatrons_losses_would_hold(said, settings, dtype, stock):
-    """fp32 logits are overwritten by their softmax; a use that waits for its backward keeps it."""
-    layer = megatron_head(**settings).output_layer
-    inputs = PlanInputs(config=RECOMPUTE, num_tokens=128, hidden_size=16, num_rows=1000)
-    followed = Plan(inputs, "recompute", Cut.into(128, 4))
-    report.evaluation_once(layer, torch.zeros(32, 2, 16, dtype=dtype), followed, "")
-    assert stock in said[0]
 
 
 def test_a_head_left_to_megatron_is_told_of_at_the_end_too(said, monkeypatch):

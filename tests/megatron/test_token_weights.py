@@ -1,4 +1,7 @@
-"""How a head finds the loss mask that its model was called with, on models shaped like Megatron's."""
+"""How a head finds the loss mask that its model was called with: subclasses, odd masks, calls in calls.
+
+Megatron's own models, multi-token prediction, runs in the backward: tests/parallel/test_grad_in_forward.py.
+"""
 
 from __future__ import annotations
 
@@ -9,46 +12,39 @@ import types
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from megatron_fused_ce.adapter import token_weights
 
-B, S = 2, 5
-
-
-def labels() -> torch.Tensor:
-    return torch.zeros(B, S, dtype=torch.int64)
+SHAPE = (2, 5)
+LABELS = torch.zeros(SHAPE, dtype=torch.int64)
+MASK = torch.rand(SHAPE)
+IDS = torch.ones(3)
 
 
 class GPT(nn.Module):
     """Megatron's GPTModel as far as labels and masks travel; ``found`` is what its heads get."""
 
-    def __init__(self, mtp=0, before_loss=lambda: None):
+    def __init__(self, before_loss=lambda: None):
         super().__init__()
-        self.mtp, self.before_loss = mtp, before_loss
+        self.before_loss = before_loss
         self.found = []
 
     def forward(self, input_ids, labels=None, *, loss_mask=None, runtime_gather_output=None):
-        return self._postprocess(hidden=input_ids**2, labels=labels, loss_mask=loss_mask)
+        return self._postprocess(input_ids, labels=labels, loss_mask=loss_mask)
 
     def _postprocess(self, hidden, labels, loss_mask=None):
-        rolled = labels.clone()
-        for _ in range(self.mtp):
-            rolled, loss_mask = rolled.roll(-1), loss_mask.roll(-1)
-            self.compute_language_model_loss(rolled)
         self.before_loss()
-        return (hidden.sum() * self.compute_language_model_loss(labels)) ** 2
+        return self.compute_language_model_loss(labels)
 
     def compute_language_model_loss(self, labels):
         self.found.append(token_weights.of_loss(self, labels))
-        return 1.0
 
 
 class Hybrid(GPT):
     """HybridModel: the loss is computed in ``forward`` itself."""
 
     def forward(self, input_ids, labels=None, loss_mask=None):
-        return input_ids.sum() * self.compute_language_model_loss(labels)
+        self.compute_language_model_loss(labels)
 
 
 class MaskByItself(GPT):
@@ -58,13 +54,6 @@ class MaskByItself(GPT):
         return super().forward(input_ids, labels=labels, loss_mask=labels.ne(7).float())
 
 
-class OldMamba(GPT):
-    """MambaModel before 0.17: no mask anywhere."""
-
-    def forward(self, input_ids, labels=None):
-        return input_ids.sum() * self.compute_language_model_loss(labels)
-
-
 class PassesOn(Hybrid):
     """A user's subclass whose signature names nothing."""
 
@@ -72,7 +61,7 @@ class PassesOn(Hybrid):
         return super().forward(*args, **kwargs)
 
 
-for _class in (GPT, Hybrid, MaskByItself, OldMamba, PassesOn):
+for _class in (GPT, Hybrid, MaskByItself, PassesOn):
     token_weights.remember_calls(_class)
 
 
@@ -82,119 +71,79 @@ def nothing_stays():
     assert token_weights._calls.stack == []
 
 
-@pytest.mark.parametrize(
-    ("of", "call"),
-    [
-        (GPT, lambda model, mask: model(torch.ones(3), labels=labels(), loss_mask=mask)),
-        (Hybrid, lambda model, mask: model(torch.ones(3), labels=labels(), loss_mask=mask)),
-        (Hybrid, lambda model, mask: model(torch.ones(3), labels(), mask)),
-        # Combined 1F1B never calls ``forward``.
-        (GPT, lambda model, mask: model._postprocess(torch.ones(1), labels=labels(), loss_mask=mask)),
-    ],
-)
-def test_the_mask_is_found(of, call):
-    """Of each micro-batch in flight its own."""
-    model, masks = of(), [torch.rand(B, S) for _ in range(3)]
-    for mask in masks:
-        call(model, mask)
-    for found, mask in zip(model.found, masks, strict=True):
-        assert found.values.data_ptr() == mask.data_ptr() and found.values.shape == (B, S)
+def called(model, *given, **named):
+    """What its head gets from a call."""
+    model(IDS, *given, **{"labels": LABELS, **named} if not given else named)
+    return model.found[-1]
 
 
-def test_a_subclass_that_makes_its_mask():
-    model = MaskByItself()
-    model(torch.ones(3), labels=labels())
-    assert torch.equal(model.found[0].values, torch.ones(B, S))
+def masked(mask):
+    return called(GPT(), loss_mask=mask)
 
 
-def test_only_the_main_loss_gets_it():
-    model, mask = GPT(mtp=2), torch.rand(B, S)
-    model(torch.ones(3), labels=labels(), loss_mask=mask)
-    assert [found.values is None for found in model.found] == [True, True, False]
-    assert "multi-token prediction" in model.found[0].unknown
-    assert torch.equal(model.found[2].values, mask)  # not the rolled one
+WITHOUT = "GPT was called without a loss_mask"
+INTEGERS = torch.tensor([[1, 0, 1, 1, 0]] * 2)
+#: What the head of a call gets: a mask, or why it has none.
+CALLS = {
+    "by place": (lambda: called(Hybrid(), LABELS, MASK), MASK),
+    "passed on": (lambda: called(PassesOn(), loss_mask=MASK), MASK),
+    "a copy": (lambda: called(copy.deepcopy(GPT()), loss_mask=MASK), MASK),
+    "made by the model": (lambda: called(MaskByItself()), torch.ones(SHAPE)),
+    "bfloat16": (lambda: masked(INTEGERS.bfloat16()), INTEGERS.bfloat16()),
+    "bool": (lambda: masked(INTEGERS.bool()), INTEGERS.float()),
+    "int64": (lambda: masked(INTEGERS), INTEGERS.float()),
+    "trained": (lambda: masked(MASK.clone().requires_grad_()), MASK),
+    "none": (lambda: called(GPT()), WITHOUT),
+    "a list": (lambda: masked([[1.0] * 5] * 2), WITHOUT),
+    "flat": (lambda: masked(torch.ones(10)), "the loss_mask is (10,) on cpu, the labels are (2, 5)"),
+    "elsewhere": (lambda: masked(torch.ones(SHAPE, device="meta")), "on meta"),
+}
 
 
-@pytest.mark.parametrize(
-    ("model", "mask", "reason"),
-    [
-        (GPT(), None, "GPT was called without a loss_mask"),
-        (OldMamba(), None, "OldMamba was called without a loss_mask"),
-        (GPT(), torch.ones(B * S), r"the loss_mask is (10,) on cpu, the labels are (2, 5)"),
-        (GPT(), torch.ones(B, S, device="meta"), "on meta"),
-        (GPT(), [[1.0] * S] * B, "without a loss_mask"),
-    ],
-)
-def test_unknown(model, mask, reason):
-    model(torch.ones(3), labels=labels(), **({} if mask is None else {"loss_mask": mask}))
-    assert model.found[0].values is None
-    assert reason in model.found[0].unknown
+@pytest.mark.parametrize("name", CALLS)
+def test_what_the_head_of_a_call_gets(name):
+    call, expected = CALLS[name]
+    found = call()
+    if isinstance(expected, str):
+        assert found.values is None and expected in found.unknown
+    else:
+        assert torch.equal(found.values, expected) and found.values.dtype == expected.dtype
+        assert not found.values.requires_grad
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.bool, torch.int64])
-def test_dtypes_of_masks(dtype):
-    model, mask = GPT(), torch.tensor([[1, 0, 1, 1, 0]] * B).to(dtype)
-    model(torch.ones(3), labels=labels(), loss_mask=mask)
-    assert model.found[0].values.dtype == (dtype if dtype.is_floating_point else torch.float32)
-    assert torch.equal(model.found[0].values.bool(), mask.bool())
+@pytest.mark.parametrize("of_teacher", [{}, {"loss_mask": torch.rand(SHAPE)}], ids=["", "masked"])
+def test_a_teacher_inside_the_student(of_teacher):
+    """Each model finds its own mask or none, though both see the same labels; another one has none."""
+    teacher, other, of_other = GPT(), GPT(), []
 
+    def before_loss():
+        called(teacher, **of_teacher)
+        of_other.append(token_weights.of_loss(other, LABELS).values)
 
-def test_no_gradient_flows_into_the_mask():
-    model, mask = GPT(), torch.rand(B, S, requires_grad=True)
-    model(torch.ones(3), labels=labels(), loss_mask=mask)
-    assert not model.found[0].values.requires_grad
-
-
-@pytest.mark.parametrize("inner", [GPT, OldMamba])
-@pytest.mark.parametrize("of_teacher", [None, torch.rand(B, S)])
-def test_a_teacher_inside_the_student(inner, of_teacher):
-    """Each model finds its own mask or none, though both see the same labels."""
-    shared, of_student, teacher = labels(), torch.rand(B, S), inner()
-    given = {} if of_teacher is None or inner is OldMamba else {"loss_mask": of_teacher}
-    student = GPT(before_loss=lambda: teacher(torch.ones(3), labels=shared, **given))
-    student(torch.ones(3), labels=shared, loss_mask=of_student)
-    assert teacher.found[0].values is given.get("loss_mask") or torch.equal(
-        teacher.found[0].values, of_teacher
-    )
-    assert torch.equal(student.found[0].values, of_student)
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_a_forward_run_again_in_the_backward(reentrant):
-    """Activation checkpointing around the model: the second run is on autograd's thread."""
-    model, mask = GPT(), torch.rand(B, S)
-    x = torch.ones(3, requires_grad=True)
-    out = checkpoint(lambda x: model(x, labels=labels(), loss_mask=mask), x, use_reentrant=reentrant)
-    model(torch.ones(3), labels=labels())  # another call between
-    out.backward()
-    assert [found.values is None for found in model.found] == [False, True, False]
+    found = called(GPT(before_loss), loss_mask=MASK)
+    assert of_other == [None]
+    assert torch.equal(found.values, MASK)
+    right = of_teacher.get("loss_mask")
+    assert teacher.found[0].values is right or torch.equal(teacher.found[0].values, right)
 
 
 def test_an_exception_leaves_nothing_behind():
     def fail():
         raise KeyError("in forward")
 
-    model, mask = GPT(before_loss=fail), torch.rand(B, S)
-    shared = labels()
+    model = GPT(before_loss=fail)
     with pytest.raises(KeyError, match="in forward"):
-        model(torch.ones(3), labels=shared, loss_mask=mask)
-    assert token_weights.of_loss(model, shared).values is None
-
-
-def test_a_wrong_call_raises_what_it_did():
+        called(model, loss_mask=MASK)
+    assert token_weights.of_loss(model, LABELS).values is None
     with pytest.raises(TypeError, match="unexpected keyword argument 'no_such'"):
-        GPT()(torch.ones(3), labels=labels(), no_such=1)
+        called(model, no_such=1)
 
 
 def test_wrapped_once_and_still_itself():
     entry = GPT.forward
     token_weights.remember_calls(GPT)
-    assert GPT.forward is entry
-    assert entry.__name__ == "forward"
+    assert GPT.forward is entry and entry.__name__ == "forward"
     assert not hasattr(PassesOn.forward, "__fused_ce_entry__")  # shows no labels
-    model, mask = copy.deepcopy(GPT()), torch.rand(B, S)
-    model(torch.ones(3), labels=labels(), loss_mask=mask)
-    assert torch.equal(model.found[0].values, mask)
 
 
 def test_which_calls_end_in_a_loss(monkeypatch):
@@ -209,19 +158,18 @@ def test_which_calls_end_in_a_loss(monkeypatch):
             return token_weights.why_no_loss(self.output_layer)
 
     token_weights.remember_calls(Model)
-    model, ids = Model(), torch.ones(3)
-    assert model(ids, labels()) == model(ids) == ""
+    model, other = Model(), Model()
+    assert model(IDS, LABELS) == model(IDS) == ""
     for context in ("inference_context", "inference_params"):
-        assert "an inference context" in model(ids, labels(), **{context: object()})
+        assert "an inference context" in model(IDS, LABELS, **{context: object()})
     with torch.inference_mode():
-        assert model(ids, labels()) == ""
-        assert "no labels" in model(ids)
+        assert model(IDS, LABELS) == ""
+        assert "no labels" in model(IDS)
         # Another model's labels; a layer called outside of its model, as speculative decoding does.
-        other = Model()
-        model.register_forward_pre_hook(lambda *a: seen.append(other(ids)))
         seen = []
-        assert model(ids, labels()) == "" and "no labels" in seen[0]
+        model.register_forward_pre_hook(lambda *a: seen.append(other(IDS)))
+        assert model(IDS, LABELS) == "" and "no labels" in seen[0]
         assert "no labels" in token_weights.why_no_loss(model.output_layer)
     engine = types.SimpleNamespace(InferenceMode=types.SimpleNamespace(is_active=lambda: True))
     monkeypatch.setitem(sys.modules, "megatron.core.inference.utils", engine)
-    assert "an inference engine" in model(ids, labels())
+    assert "an inference engine" in model(IDS, LABELS)

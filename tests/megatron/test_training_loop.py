@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.megatron.launches import by_torchrun, exact_lines, told_by_ranks, words_of
 from tests.support import forked_launches
 from tests.support.megatron import CORE_0_19
 
-ROOT = Path(__file__).resolve().parents[2]
 #: Not in tests/support: beside a script its folder comes first, and megatron.py is a module there.
 SCRIPT = Path(__file__).with_name("pretrain.py")
-EXACT = "[megatron_cpu] exact "
 
 pytestmark = pytest.mark.skipif(
     not CORE_0_19.is_dir(), reason=f"no {CORE_0_19.name} in the environment: scripts/dev/setup_env.sh"
@@ -43,39 +38,20 @@ def forks():
     return forked_launches.Server(CORE_0_19)
 
 
-def words_of(script, *flags):
-    return ["-m", "megatron_fused_ce.scripts.lib.megatron_cpu", script, *ARGUMENTS.split(), *flags]
+@pytest.fixture
+def launch(forks, tmp_path):
+    """What a script prints on two ranks, which find Megatron imported, or are torchrun's."""
 
+    def launch(script, *flags, torchrun=False):
+        words = words_of(script, *ARGUMENTS.split(), *flags)
+        if torchrun:
+            status, output = by_torchrun(words, tmp_path, CORE_0_19)
+        else:
+            status, output = forks.launch(words, tmp_path, ranks=range(2), WORLD_SIZE="2")
+        assert status == 0, f"{flags}: {told_by_ranks(output)}"
+        return output
 
-def launch(script, folder, *flags):
-    """The script on two ranks by torchrun, and what it printed."""
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *map(str, words_of(script, *flags)),
-    ]
-    folders = (str(CORE_0_19), str(ROOT), os.environ.get("PYTHONPATH"))
-    settings = {"PYTHONPATH": os.pathsep.join(filter(None, folders)), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env={**os.environ, **settings},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-    )
-    return done.returncode, done.stdout
-
-
-def told_by_ranks(output):
-    """The end of what the ranks said, without torchrun's own traceback after it."""
-    return output.partition("torch/distributed/run.py")[0][-3000:]
-
-
-def exact_lines(output):
-    """What the last rank logs of each iteration, every digit."""
-    lines = [line for line in output.splitlines() if line.startswith(EXACT)]
-    return [json.loads(line.removeprefix(EXACT)) for line in lines]
+    return launch
 
 
 #: Flags of each launch after the first, which trains 8 iterations without any. Each goes on for two. That
@@ -83,11 +59,9 @@ def exact_lines(output):
 LEGS = {"on": f"{GRAD_IN_FORWARD} --eval-iters 1", "off again": ""}
 
 
-def test_flag_off_and_on_across_checkpoints(tmp_path, forks):
+def test_flag_off_and_on_across_checkpoints(tmp_path, launch):
     """Losses and gradient norms are those of the one run without the flag, whichever leg saved."""
-    words = words_of(SCRIPT, "--save", str(tmp_path / "after 2"))
-    status, output = forks.launch(words, tmp_path, ranks=range(2), WORLD_SIZE="2")
-    assert status == 0, told_by_ranks(output)
+    output = launch(SCRIPT, "--save", str(tmp_path / "after 2"))
     whole = exact_lines(output)
     assert [line["iteration"] for line in whole] == list(range(1, 9))
     assert whole[-1]["lm loss"] < whole[0]["lm loss"] - 0.3, "it has to learn to tell a wrong step"
@@ -97,15 +71,8 @@ def test_flag_off_and_on_across_checkpoints(tmp_path, forks):
     for number, (leg, flags) in enumerate(LEGS.items(), start=1):
         start, end = 2 * number, 2 * number + 2
         flags = [*flags.split(), "--exit-interval", str(end), "--load", str(tmp_path / f"after {start}")]
-        flags += ["--save", str(tmp_path / f"after {end}")]
-        if number == 1:
-            status, output = launch(SCRIPT, tmp_path, *flags)
-        else:
-            words = words_of(SCRIPT, *flags)
-            status, output = forks.launch(words, tmp_path, ranks=range(2), WORLD_SIZE="2")
-        assert status == 0, f"{leg}: {told_by_ranks(output)}"
-        printed[leg] = output
-        lines = exact_lines(output)
+        printed[leg] = launch(SCRIPT, *flags, "--save", str(tmp_path / f"after {end}"), torchrun=leg == "on")
+        lines = exact_lines(printed[leg])
         assert [line["iteration"] for line in lines] == [start + 1, end], leg
         for line, expected in zip(lines, whole[start:end], strict=True):
             for name in ("lm loss", "grad norm"):
@@ -121,7 +88,7 @@ def test_flag_off_and_on_across_checkpoints(tmp_path, forks):
 
 
 @pytest.mark.rest
-def test_a_loss_that_is_not_the_masked_sum(tmp_path, forks):
+def test_a_loss_that_is_not_the_masked_sum(tmp_path, launch):
     """One token counts twice: ``grad_in_forward`` trains as ``recompute`` does, and says so once."""
     source = SCRIPT.read_text()
     loss = "(losses.float() * loss_mask).sum()"
@@ -130,10 +97,8 @@ def test_a_loss_that_is_not_the_masked_sum(tmp_path, forks):
     script.write_text(source.replace(loss, f"{loss} + losses[0, 3]"))
     lines, told = {}, {}
     for strategy in ("recompute", "grad_in_forward"):
-        flags = GRAD_IN_FORWARD.replace("grad_in_forward", strategy).split()
-        status, output = forks.launch(words_of(script, *flags), tmp_path, ranks=range(2), WORLD_SIZE="2")
-        assert status == 0, told_by_ranks(output)
-        lines[strategy], told[strategy] = exact_lines(output), output
+        told[strategy] = launch(script, *GRAD_IN_FORWARD.replace("grad_in_forward", strategy).split())
+        lines[strategy] = exact_lines(told[strategy])
     assert len(lines["recompute"]) == 8
     for line, expected in zip(lines["grad_in_forward"], lines["recompute"], strict=True):
         for name in ("lm loss", "grad norm"):

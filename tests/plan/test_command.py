@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
+import operator
 import re
 import shlex
 import subprocess
@@ -28,10 +28,11 @@ from tests.support.checkouts import on_checkouts
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 256 --seq-length 128"
+OF_T5 = TINY.replace("--num-layers", "--encoder-num-layers")
 EXAMPLES = sorted(path for path in (ROOT / "scripts" / "examples").glob("*.sh") if path.stem != "launch")
 
 
-# --- launches: tests/plan/launch_scripts.txt has what is read of scripts ------------------------------
+# --- launches: what is read of scripts is in tests/plan/launch_scripts.txt ---------------------------
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
@@ -59,47 +60,63 @@ def test_nothing_of_a_script_is_run(tmp_path):
     assert not trap.exists()
 
 
-def test_a_launch_as_a_string_and_numbers_behind_it():
-    text = f"torchrun --nproc-per-node=4 pretrain_gpt.py {TINY} --tensor-model-parallel-size 2 --bf16"
-    one = setting_of(["--from-launch", text, "--seq-length", "256"])
-    assert (one.parallel.gpus, one.parallel.tensor, one.parallel.data) == (4, 2, 2)
-    assert (one.training.dtype, one.training.sequence) == ("bfloat16", 256)
-    # Megatron's defaults, not the usual settings: a mask, dropout, nothing sharded.
-    assert one.training.attention_mask and one.training.hidden_dropout
-    assert not one.training.distributed_optimizer
-    words = ["--model", "llama-3-8b", "--seq-length", "64", "--num-layers", "2"]
-    assert setting_of(words).model.num_layers == 2
-
-
 # --- Megatron's arguments --------------------------------------------------------------------
 
 
-def tiny(*words: str):
-    return setting_of([*shlex.split(TINY), *words])
-
-
-def test_arguments_become_sizes():
-    one = tiny(*shlex.split(
-        "--swiglu --group-query-attention --num-query-groups 2 --kv-channels 32 --normalization RMSNorm"
-        " --untie-embeddings-and-output-weights --disable-bias-linear --position-embedding-type rope"
-        " --mtp-num-layers 1 --micro-batch-size 2 --gpus 8 --tp 2 --cp 2 --sequence-parallel"
-        " --global-batch-size 16 --recompute-granularity full --recompute-method block"
-        " --recompute-num-layers 1 --num-experts 8 --moe-ffn-hidden-size 32 --ep 4 --moe-layer-freq [0]+[1]*1"
-    ))  # fmt: skip
-    model, parallel, training = one.model, one.parallel, one.training
-    assert (model.num_query_groups, model.head_dim, model.ffn_hidden_size) == (2, 32, 128)
-    switches = model.gated, model.tied, model.rms_norm, model.linear_bias, model.rotary
-    assert switches == (True, False, True, False, True)
-    assert (model.learned_positions, model.mtp_num_layers) == (0, 1)
-    assert model.mixture.layers == (False, True)
-    assert (parallel.data, parallel.context, parallel.sequence_parts) == (2, 2, 2)
-    assert training.num_micro_batches == 16 // 2 // 2
-    assert training.recompute == Recompute(full=True, num_layers=1, block=True)
-    assert one.num_tokens == 2 * 128 // 2
+MANY = (
+    f"{TINY} --swiglu --group-query-attention --num-query-groups 2 --kv-channels 32 --normalization RMSNorm"
+    " --untie-embeddings-and-output-weights --disable-bias-linear --position-embedding-type rope"
+    " --mtp-num-layers 1 --micro-batch-size 2 --gpus 8 --tp 2 --cp 2 --sequence-parallel"
+    " --global-batch-size 16 --recompute-granularity full --recompute-method block"
+    " --recompute-num-layers 1 --num-experts 8 --moe-ffn-hidden-size 32 --ep 4 --moe-layer-freq [0]+[1]*1"
+)
+BYTES = "training.gradient_bytes training.state_bytes training.step_bytes"
+OPTIMIZER = "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype fp8"
+LAUNCHED = (
+    f"--from-launch 'torchrun --nproc-per-node=4 pretrain_gpt.py {TINY} --tp 2 --bf16' --seq-length 256"
+)
+#: Arguments, sizes of a setting, and what they are.
+SIZES = [
+    (MANY, "model.num_query_groups model.head_dim model.ffn_hidden_size", 2, 32, 128),
+    (MANY, "model.gated model.tied model.rms_norm model.linear_bias", True, False, True, False),
+    (MANY, "model.rotary model.learned_positions model.mtp_num_layers", True, 0, 1),
+    (MANY, "parallel.data parallel.context parallel.sequence_parts num_tokens", 2, 2, 2, 2 * 128 // 2),
+    (MANY, "training.num_micro_batches model.mixture.layers", 16 // 2 // 2, (False, True)),
+    (MANY, "training.recompute", Recompute(full=True, num_layers=1, block=True)),
+    (f"{TINY} --num-experts 8 --moe-layer-freq 2", "model.mixture.layers", (True, False)),
     # Defaults are Megatron's: as many groups as heads, four times the hidden size, learned positions.
-    model = tiny("--num-query-groups", "2").model
-    assert (model.num_query_groups, model.ffn_hidden_size, model.learned_positions) == (4, 256, 128)
-    assert tiny("--num-experts", "8", "--moe-layer-freq", "2").model.mixture.layers == (True, False)
+    (f"{TINY} --num-query-groups 2", "model.num_query_groups model.ffn_hidden_size", 4, 256),
+    (TINY, "model.learned_positions", 128),
+    (f"{TINY} --no-position-embedding", "model.learned_positions", 0),
+    (f"{TINY} --position-embedding-type rope", "model.learned_positions", 0),
+    # Of a launch: a mask, dropout, nothing sharded; numbers behind it. Of a named model the usual settings.
+    (LAUNCHED, "parallel.gpus parallel.tensor parallel.data training.sequence", 4, 2, 2, 256),
+    (LAUNCHED, "training.dtype training.attention_mask training.hidden_dropout", "bfloat16", True, True),
+    (LAUNCHED, "training.distributed_optimizer", False),
+    (
+        "--model LLAMA-3-8b --seq-length 64 --num-layers 2",
+        "model.num_layers training.hidden_dropout",
+        2,
+        False,
+    ),
+    # Hybrids, by a pattern and by the program.
+    (f"{TINY} --hybrid-layer-pattern M*|-M/*-/*- --pp 2", "model.num_layers model.pattern", 4, "M*-M"),
+    (f"{TINY} --hybrid-layer-pattern M/*-/*-", "model.mtp_num_layers model.prediction_pattern", 2, "*-"),
+    (f"{TINY} --hybrid-layer-pattern M --mamba-head-dim 16", "model.state_space.num_heads", 8),
+    (f"--from-launch 'pretrain_mamba.py {TINY}'", "model.pattern", "MM"),
+    # Of a parameter.
+    (f"--from-launch '{TINY} --bf16'", BYTES, 4, 12, 0),
+    (f"--from-launch '{TINY}'", BYTES, 4, 8, 0),
+    (f"--from-launch '{TINY} --fp16'", BYTES, 2, 12, 4),
+    (f"--from-launch '{TINY} --bf16 --grad-reduce-in-bf16'", BYTES, 2, 12, 4),
+    (f"--from-launch '{TINY} --bf16 {OPTIMIZER}'", BYTES, 4, 7, 0),
+]
+
+
+@pytest.mark.parametrize(("words", "names", "expected"), [(row[0], row[1], row[2:]) for row in SIZES])
+def test_arguments_become_sizes(words, names, expected):
+    one = setting_of(shlex.split(words))
+    assert tuple(operator.attrgetter(name)(one) for name in names.split()) == expected
 
 
 @pytest.mark.parametrize(
@@ -113,121 +130,28 @@ def test_arguments_become_sizes():
 def test_a_layout_of_the_stages(layout, stages, layers):
     words = ["--num-layers", str(sum(map(sum, layers))), "--pp", str(stages), "--mtp-num-layers", "1"]
     words += ["--pipeline-model-parallel-layout", layout]
-    found = static.stages(tiny(*words))
+    found = static.stages(setting_of([*shlex.split(TINY), *words]))
     assert [[len(chunk) for chunk in stage.chunks] for stage in found] == layers
     # A stage without layers, or without its last ones, can be planned.
     plan_of([*shlex.split(TINY), *words])
 
 
-def test_hybrids_by_a_pattern_and_by_the_program():
-    sizes = "--hidden-size 64 --num-attention-heads 4 --vocab-size 256 --seq-length 128 --mamba-head-dim 16"
-    one = setting_of(shlex.split(f"--hybrid-layer-pattern M*|-M/*-/*- --pp 2 {sizes}"))
-    assert (one.model.num_layers, one.model.pattern, one.model.mtp_num_layers) == (4, "M*-M", 2)
-    assert (one.model.prediction_pattern, one.model.state_space.num_heads) == ("*-", 8)
-    assert setting_of(["--from-launch", f"pretrain_mamba.py {TINY}"]).model.pattern == "MM"
-
-
-@pytest.mark.parametrize(
-    ("words", "gradient", "state", "step"),
-    [
-        ("--bf16", 4, 12, 0),
-        ("", 4, 8, 0),
-        ("--fp16", 2, 12, 4),
-        ("--bf16 --grad-reduce-in-bf16", 2, 12, 4),
-        ("--bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype fp8", 4, 7, 0),
-    ],
-)
-def test_bytes_of_a_parameter(words, gradient, state, step):
-    found = setting_of(["--from-launch", f"{TINY} {words}"]).training
-    assert (found.gradient_bytes, found.state_bytes, found.step_bytes) == (gradient, state, step)
-
-
-PLAIN = "may change memory and is not counted"
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--fp8-format hybrid", f"--fp8-format {PLAIN}"),
-        ("--optimizer=sgd", "--optimizer sgd is not counted"),
-        ("--optimizer adam --cuda-graph-impl none --lr 1e-4 --log-throughput --seed 7 --save $OUT", ""),
-        ("--seq-lenght 64", "--seq-lenght is none of Megatron's arguments (did you mean --seq-length?)"),
-        ("--fused-chuncked-ce", "(did you mean --fused-chunked-ce?)"),
-        ("--tp-comm-overlap --squared-relu --zero-stage 2", f"--tp-comm-overlap {PLAIN}"),
-        ("--reset-attention-mask", ""),
-        ("--load x --num-experts 4", "--load: resumed experts hold more than is counted"),
-        ("--num-experts 4 --load <CKPT>", "--load: resumed experts hold more than is counted"),
-        ("--cross-entropy-fusion-impl linear", ""),
-        ("--cross-entropy-fusion-impl linear --cross-entropy-loss-fusion", "the flag replaces, is not"),
-        ("--cross-entropy-fusion-impl linear --cross-entropy-loss-fusion --fused-chunked-ce", ""),
-        ("--pipeline-model-parallel-layout Et*2,m|L --pp 2", "prediction before the last stage is not"),
-        ("--pipeline-model-parallel-layout Et|t,m,L --pp 2", ""),
-        ("--recompute-granularity selective --recompute-modules x", "recomputing x is not counted"),
-        ("--num-layers 4 --hybrid-layer-pattern MGDM", "layers of kind D G are not counted"),
-        # No effect where another argument holds.
-        ("--attention-softmax-in-fp32 --attention-backend unfused", ""),
-        ("--attention-softmax-in-fp32 --transformer-impl local --seq-length 30", PLAIN),
-        ("--attention-softmax-in-fp32 --transformer-impl local", ""),
-        ("--no-bias-gelu-fusion", f"--no-bias-gelu-fusion {PLAIN}"),
-        ("--no-bias-gelu-fusion --disable-bias-linear", ""),
-        ("--cp-comm-type a2a", ""),
-        ("--cp-comm-type a2a --context-parallel-size 2", f"--cp-comm-type {PLAIN}"),
-        ("--window-size 128,0", ""),
-        ("--window-size 128,0 --attention-backend unfused", f"--window-size {PLAIN}"),
-        ("--position-embedding-type mrope", "--position-embedding-type mrope is not counted"),
-        ("--step-batch-size-schedule 0:8", ""),
-        ("--step-batch-size-schedule 0:8 --pp 2", f"--step-batch-size-schedule {PLAIN}"),
-        ("--kv-channels 512", "heads of 512"),
-        ("--transformer-impl inference_optimized", "--transformer-impl inference_optimized is not counted"),
-    ],
-)
-def test_what_is_not_counted_takes_the_verdict(words, said):
-    launch = ["--from-launch", f"{TINY} --bf16 {words}", "--gpus", "2"]
-    found = plan_of(launch)
-    assert said in "; ".join(found.doubts) and bool(found.doubts) == bool(said)
-    if "layers of kind" in said:
-        return
-    vouched = [word for name in found.judged.uncounted for word in ("--ignore", name)]
-    assert not plan_of([*launch, *vouched]).doubts
-    without_dashes = [word if word == "--ignore" else word.lstrip("-") for word in vouched]
-    assert not plan_of([*launch, *without_dashes]).doubts
-    with pytest.raises(ValueError, match="--ignore nonsense vouches for nothing here"):
-        plan_of([*launch, "--ignore", "nonsense"])
-
-
-@pytest.mark.parametrize(
-    ("words", "why"),
-    [
-        ("--tensor-parallel-num-weight-shards 8", "its weight is sharded by gtp_remat"),
-        ("--tensor-parallel-num-weight-shards 2 --tp 2", ""),
-        ("--fp8-output-proj", "TELMHeadColumnParallelLinear"),
-        ("--fp8-output-proj --hybrid-layer-pattern M*", ""),
+def test_what_keeps_the_head_with_megatron_is_told_everywhere(capsys):
+    """tests/plan/answers.tsv has the reasons; tests/megatron/test_stock_path.py builds each."""
+    for flags, why in (
         ("--logits-load-dir x", "--logits-load-dir (distillation) reads the logits"),
-        ("--batch-invariant-mode", "--batch-invariant-mode replaces"),
-        ("--save-dgrads-interval 10", "saves the logits or their gradient"),
-        ("--save-dgrads-interval 0", ""),
-        ("--config-logger-dir x", "writes the logits to disk"),
-        ("--output-logit-dtype fp16", "asks for fp16 logits"),
-        ("--output-logit-dtype bf16", ""),
-        ("--fp8-format hybrid", ""),
-    ],
-)
-def test_what_keeps_the_head_with_megatron_is_no_effect(words, why, capsys):
-    """The adapter's reasons, by argument; tests/megatron/test_stock_path.py builds each."""
-    launch = ["--from-launch", f"pretrain_hybrid.py {TINY} --bf16 {words}"]
-    if "hybrid-layer" not in words:
-        launch[1] = launch[1].replace("_hybrid", "_gpt")
-    status = command.main(launch)
-    out = " ".join(capsys.readouterr().out.split())
-    assert out.startswith(f"No effect: the head stays on Megatron's own path: {why}"[: 50 if why else 0])
-    assert why in out and ("No effect" in out) == bool(why) == ("--fused-chunked-ce," not in out)
-    assert status == (0 if why or words.startswith("--tensor") else 3)
-    assert (plan_of(launch).decision == "no effect") == bool(why)
-    command.main([*launch, "--explain"])
-    assert ("The flag would run as" in capsys.readouterr().out) == (not why)
-    command.main([*launch, "--json"])
-    found = json.loads(capsys.readouterr().out)
-    assert why in found["no_effect"] and found["largest_head"] > 0
+        ("", ""),
+    ):
+        launch = ["--from-launch", f"pretrain_gpt.py {TINY} --bf16 {flags}", "--gpus", "2"]
+        assert (plan_of(launch).decision == "no effect") == bool(why)
+        command.main(launch)
+        assert ("--fused-chunked-ce," in capsys.readouterr().out) == (not why)
+        command.main([*launch, "--explain"])
+        assert ("The flag would run as" in capsys.readouterr().out) == (not why)
+        command.main([*launch, "--json"])
+        found = json.loads(capsys.readouterr().out)
+        assert (found["decision"] == "no effect") == bool(why)
+        assert why in found["no_effect"] and found["largest_head"] > 0
 
 
 def test_the_heads_two_numbers_come_first_by_hand():
@@ -275,70 +199,30 @@ def test_fewer_gpus_than_a_layout_needs_have_a_head():
         plan_of(["--from-launch", launch, "--gpus", "8"])
 
 
-def test_no_verdict_is_status_3(capsys):
-    for more in ([], ["--json"], ["--explain"]):
-        assert command.main(["--from-launch", f"{TINY} --bf16", *more]) == 0
-        assert command.main(["--from-launch", f"{TINY} --bf16 --fp8-format hybrid", *more]) == 3
-        out = capsys.readouterr().out
-        if more == ["--json"]:
-            assert '"decision": "no verdict"' in out
-    assert "3 (no verdict)" in command.HELP
-
-
-@pytest.mark.parametrize(
-    ("launch", "said"),
-    [
-        ("pretrain_gpt.py {}", ""),
-        ("torchrun --nproc-per-node 2 -m megatron_fused_ce.launch pretrain_mamba.py {}", ""),
-        ("bash -c 'python pretrain_gpt.py {}'", ""),
-        ("NVTE_FLASH_ATTN=1 NVTE_BWD_LAYERNORM_SM_MARGIN=16 NCCL_DEBUG=INFO pretrain_gpt.py {}", ""),
-        ("NVTE_FLASH_ATTN=0 pretrain_gpt.py {}", "NVTE_FLASH_ATTN=0 in the environment is not counted"),
-        ("env NVTE_FP8_DPA_BWD=1 pretrain_gpt.py {}", "NVTE_FP8_DPA_BWD=1 in the environment is not counted"),
-        ("bash -c 'NVTE_FUSED_ATTN=0 python pretrain_gpt.py {} $@' x", "NVTE_FUSED_ATTN=0 in the env"),
-        ("bash -c 'python pretrain_gpt.py {} $@' x --fp8-format hybrid", f"--fp8-format {PLAIN}"),
-        ("xargs python pretrain_gpt.py {}", "what xargs adds is not known"),
-        ("./fp8.sh torchrun --nproc-per-node 2 pretrain_gpt.py {}", "what fp8.sh trains is not known"),
-        ("torchrun --nproc-per-node 2 -m my.wrapper pretrain_gpt.py {}", "what -m my.wrapper trains is not"),
-        ("accelerate launch --use_deepspeed --num_processes 2 pretrain_gpt.py {}", "what --use_deepspeed"),
-        ("train_rl.py {}", "what train_rl.py trains is not known"),
-        ("torchrun --nproc-per-node 2 -m my.train {}", "what -m my.train trains is not known"),
-        ("deepspeed --num_gpus 2 pretrain_t5.py {}", "what pretrain_t5.py trains is not known"),
-        ("pretrain_gpt.py {} --hybrid-layer-pattern M*", "a hybrid by pretrain_gpt.py is not counted"),
-    ],
-)
-def test_the_program_counts_too_and_what_is_around_it(launch, said):
-    words = TINY.replace("--num-layers 2", "--encoder-num-layers 2") if "t5" in launch else TINY
-    found = plan_of(["--from-launch", launch.format(f"{words} --bf16"), "--gpus", "2"])
-    assert bool(found.doubts) == bool(said) and said in "; ".join(found.doubts)
-    # The head's numbers come always.
-    plain = plan_of(["--from-launch", f"{TINY} --bf16", "--gpus", "2"])
-    peaks = [[way.head.peak for way in one.advice.ways[:3]] for one in (found, plain)]
-    assert peaks[0] == peaks[1]
-
-
-def test_attention_in_fp32_is_not_counted():
-    found = plan_of(["--from-launch", f"pretrain_gpt.py {TINY}", "--gpus", "2"])
-    assert "attention in fp32" in found.doubts[0]
-
-
 def test_a_model_that_cannot_be_planned_has_a_head():
-    """Layers and heads that do not divide, letters that are not known: the head of a plain model."""
+    """Layers and heads that do not divide, unknown letters or programs: the head of a plain model."""
     launch = f"{TINY} --bf16 --fp8-format e4m3 --num-attention-heads 7 --kv-channels 8 --num-layers 7"
     found = plan_of(["--from-launch", f"{launch} --hybrid-layer-pattern XYZ --tp 2 --pp 2", "--gpus", "4"])
     plain = plan_of(["--from-launch", f"{TINY} --bf16 --tp 2 --pp 2", "--gpus", "4"])
     assert found.doubts and found.advice.baseline.head == plain.advice.baseline.head
+    for launch in (f"xargs pretrain_gpt.py {TINY} --bf16", f"pretrain_t5.py {OF_T5} --bf16"):
+        found, plain = (plan_of(["--from-launch", one, "--gpus", "2"]) for one in (launch, f"{TINY} --bf16"))
+        heads_of = [[way.head.peak for way in one.advice.ways[:3]] for one in (found, plain)]
+        assert found.doubts and heads_of[0] == heads_of[1]
+    in_fp32 = plan_of(["--from-launch", f"pretrain_gpt.py {TINY}", "--gpus", "2"])
+    assert "attention in fp32" in in_fp32.doubts[0]
 
 
-def test_a_quick_geglu_is_a_gate_and_learned_positions_can_be_none():
-    sizes = [static.parameters(tiny(gate)) for gate in ("--quick-geglu", "--swiglu")]
+def test_a_quick_geglu_is_a_gate():
+    sizes = [
+        static.parameters(setting_of(shlex.split(f"{TINY} {gate}"))) for gate in ("--quick-geglu", "--swiglu")
+    ]
     assert sizes[0] - sizes[1] == 2 * 3 * 64 * (256 - 128) + 2 * 2 * (256 - 128)  # F of its own, biases
-    words = ("--no-position-embedding",), ("--position-embedding-type", "rope")
-    assert [tiny(*more).model.learned_positions for more in ((), *words)] == [128, 0, 0]
 
 
 #: Of another kind in a later version, whose the file has.
-LATER = ["rampup_batch_size", "rl_use_sequence_packing", "lazy_mpu_init"]
-LATER += ["cuda_graph_scope", "export_kv_cache_quant"]
+LATER = {"rampup_batch_size", "rl_use_sequence_packing", "lazy_mpu_init", "cuda_graph_scope",
+         "export_kv_cache_quant"}  # fmt: skip
 
 
 @on_checkouts
@@ -413,77 +297,60 @@ def test_a_strategy_beyond_the_budget_says_so(capsys):
         plan_of([*words, "--fused-ce-strategy", "store"])
 
 
-def test_names_in_any_case_and_gpus_by_their_first():
-    found = plan_of(["--seq-length", "4096", "--model", "LLAMA-3-8b", "--gpu", "H100"])
-    assert (found.name, found.advice.gpu.name) == ("llama-3-8b", "h100-80gb")
+# --- tests/plan/answers.tsv ------------------------------------------------------------------
+
+ANSWERS = Path(__file__).with_name("answers.tsv").read_text().splitlines()
+STAYS = "No effect: "
+NAMES = {
+    "{tiny}": TINY,
+    "{t5}": OF_T5,
+    "{no_vocabulary}": TINY.replace("--vocab-size 256 ", ""),
+    "{model}": "--model llama-3-8b --seq-length 8192",
+}
 
 
-# --- bad input -------------------------------------------------------------------------------
-
-MODEL = "--model llama-3-8b --seq-length 8192"
-NO_VOCABULARY = TINY.replace("--vocab-size 256 ", "")
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--model gpt-5 --seq-length 64", "no model 'gpt-5'; there are llama-3-8b"),
-        ("--model llama3-8b --seq-length 64", "did you mean llama-3-8b?"),
-        ("--model llama-3-8b", "--seq-length is missing"),
-        (f"--from-launch '{NO_VOCABULARY}'", "--vocab-size is missing: give it beside the launch"),
-        (f"--from-launch '{NO_VOCABULARY} --tokenizer-model x/qwen3-99b'", "is missing: give it beside"),
-        (
-            f"--from-launch '{NO_VOCABULARY} --tokenizer-model Qwen/Qwen3-30B-A3B'",
-            "--vocab-size is missing: give --vocab-size 151936 beside the launch, as Qwen/Qwen3-30B-A3B has",
-        ),
-        ("", "--hidden-size is missing: give it, or --model NAME, --from-log FILE or --from-launch FILE"),
-        ("--from-launch nowhere.sh", "nowhere.sh: No such file"),
-        (f"{MODEL} --from-launch '{TINY}'", "not allowed with argument"),
-        (f"{MODEL} --hiden-size 3", "unrecognized arguments: --hiden-size"),
-        (f"--from-launch '{TINY}' --fp8-format hybrid", "--fp8-format is no argument of plan, nor one that"),
-        (f"--from-launch '{TINY} --bf16 --hidden-size 66'", "66 cannot be divided by --num"),
-        (f"{MODEL} --tp 3 --gpus 3", "32 attention heads cannot be divided over 3 ranks"),
-        (f"{MODEL} --tp 4 --gpus 6", "6 GPUs cannot be divided into groups of 4"),
-        (f"{MODEL} --pp 5 --gpus 5", "32 layers cannot be divided into 5 pipeline stages"),
-        (f"{MODEL} --gpus 8 --global-batch-size 12", "give a multiple of 8"),
-        (f"{MODEL} --num-query-groups 5", "32 attention heads cannot be divided into 5 query groups"),
-        (f"{MODEL} --gpu tpu", "no GPU 'tpu'; there are h100-80gb, h200-141gb"),
-        (f"--from-launch '{TINY} --ffn-hidden-size <SIZE>'", "--ffn-hidden-size is <SIZE>, a place"),
-        (f"{MODEL} --overhead 90", "leaves nothing of 79.14 GiB"),
-        (f"--from-launch '{TINY} --bf16 --num-experts 6 --ep 4'", "6 experts cannot be divided over 4"),
-        (f"--from-launch '{TINY}' --set X", "--set takes NAME=VALUE"),
-        (f"--from-launch '{TINY}' --set X=1", "arguments in quotes have none"),
-        (f"{MODEL} --pp 2 --pipeline-model-parallel-layout 'Et|tL'", "2 layers in 2 parts; there"),
-        (f"{MODEL} --pipeline-model-parallel-layout Et*9x", "'Et*9x' is no layout such as Et*3"),
-        (f"--from-launch 'torchrun --nproc-per-node gpu x.py {TINY}'", "no number of ranks: give --gpus")
-    ],
-)  # fmt: skip
-def test_bad_input_is_one_line_and_status_2(words, said, capsys, tmp_path, monkeypatch):
+@pytest.fixture
+def scripts(tmp_path, monkeypatch) -> Path:
+    """The folder that a plan is made in."""
+    asks = f"SIZE=8b\nS=$(cat seq)\npython pretrain_gpt.py {TINY} --seq-length $S --lr $(cat lr)\n"
+    (tmp_path / "train.sh").write_text(asks)
+    (tmp_path / "binary.sh").write_bytes(b"\xff\xfe\x00")
     monkeypatch.chdir(tmp_path)
-    status = command.main(shlex.split(words))
+    return tmp_path
+
+
+@pytest.mark.parametrize("row", [row for row in ANSWERS if not row.startswith("#")])
+def test_what_a_plan_answers(row, capsys, scripts):
+    """Bad input is one line and status 2; what is not counted takes the verdict (3), unless somebody vouches
+    for the argument, by its name with or without dashes. The head's numbers come in any case."""
+    status, said, line = row.split("\t")
+    for name, text in NAMES.items():
+        line = line.replace(name, text)
+    words, before = shlex.split(line), sorted(scripts.iterdir())
+    assert command.main(words) == int(status)
     out, error = capsys.readouterr()
-    assert status == 2
-    assert error.startswith("plan: ") and error.count("\n") == 1 and said in error
-    assert not out and not list(tmp_path.iterdir())
+    assert sorted(scripts.iterdir()) == before
+    if status == "2":
+        assert error.startswith("plan: ") and error.count("\n") == 1 and said in error and not out
+        return
+    found = plan_of(words)
+    first = sentences(found)[0].text
+    assert " ".join(out.split()).startswith(" ".join(first.split())) and said.removeprefix(STAYS) in first
+    assert first.startswith(f"{STAYS}the head stays on Megatron's own path: ") == said.startswith(STAYS)
+    assert ("no verdict, " in first) == (status == "3") and found.advice.baseline.head.peak > 0
+    names = found.judged.uncounted
+    if said.startswith("layers of kind") or OF_T5 in line:  # without them there is no model
+        return
+    for vouched in (names, [name.lstrip("-") for name in names]):
+        assert not plan_of([*words, *(word for name in vouched for word in ("--ignore", name))]).doubts
 
 
-def test_what_a_script_lacks_is_asked_for_and_what_it_has_not_is_an_error(tmp_path, capsys, monkeypatch):
-    script = tmp_path / "train.sh"
-    script.write_bytes(b"\xff\xfe\x00")
-    plan = ["--from-launch", str(script), "--json"]
-    assert command.main(plan) == 2
-    assert "is no text file" in capsys.readouterr().err
-    script.write_text(
-        f"SIZE=8b\nS=$(cat seq)\npython pretrain_gpt.py {TINY} --seq-length $S --lr $(cat lr)\n"
-    )
-    assert command.main([*plan, "--set", "NOPE=2"]) == 2
-    assert "--set NOPE: the script has no such variable; there are S, SIZE" in capsys.readouterr().err
-    assert command.main(plan) == 2
-    assert f"{script}: no value is known for S: give --set S=VALUE" in capsys.readouterr().err
+def test_what_a_script_lacks_is_given_beside_it(scripts, capsys, monkeypatch):
+    plan = ["--from-launch", "train.sh", "--json"]
     for answer in (["--set", "S=64"], ["--seq-length", "64"]):
         assert setting_of([*plan, *answer]).training.sequence == 64
     # Two that are given otherwise, at the end.
-    last = tmp_path / "last.sh"
+    last = scripts / "last.sh"
     last.write_text(f"python pretrain_gpt.py {TINY} --micro-batch-size=$(cat b) --seq-length $(cat seq)\n")
     words = ["--from-launch", str(last), "--seq-length", "64", "--micro-batch-size", "2"]
     assert setting_of(words).training.micro_batch == 2
@@ -522,8 +389,6 @@ def test_a_scripts_defaults_are_told_and_its_own_words_taken(tmp_path, monkeypat
         found = plan_of(["--from-launch", launch, "--set", "PRECISION=fp16"])
         assert found.setting.training.micro_batch == 4 and found.name == "train.sh"
         assert found.notes == ["Defaults taken from the script: BIG=no; --set NAME=VALUE gives another."]
-    with pytest.raises(ValueError, match=r"nowhere\.sh: No such file"):
-        plan_of(["--from-launch", "nowhere.sh 4"])
 
 
 # --- the front door --------------------------------------------------------------------------
@@ -541,6 +406,8 @@ def test_it_needs_neither_torch_nor_rich_for_json():
     done = run(*plan, "--json", before=blocked)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["parameters"] == 1_235_814_400
+    sizes = "--tokens 32768 --hidden 4096 --vocab 128256 --device H200"
+    assert "predicted peak" in run("plan-head", *sizes.split(), before=blocked).stdout
     tables = run(*plan, before=blocked)
     assert tables.returncode == 2 and tables.stderr.count("\n") == 1
     assert "pip install" in tables.stderr
@@ -560,10 +427,6 @@ def test_the_scripts_know_the_same_models():
     from megatron_fused_ce.scripts.runs import pretrain
 
     assert set(MODELS) < set(cases.SHAPES)
-    assert cases.SHAPES["llama-3-8b"] == (4096, 128256)
-    assert cases.shape_name("Qwen3-8B") == "qwen3-8b"
-    with pytest.raises(argparse.ArgumentTypeError, match="did you mean gemma-2-2b"):
-        cases.shape_name("gemma2-2b")
     words = f"{pretrain.model_args('llama-3-8b:2')} {pretrain.COMMON_ARGS} --seq-length 128"
     model = setting_of(["--model", "llama-3-8b", "--seq-length", "128"]).model
     # The tokenizer adds its end of document.

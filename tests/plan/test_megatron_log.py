@@ -176,7 +176,7 @@ NONE = "The head .* 0.80 → 0.70 GiB a GPU. The whole: no verdict, "
         ({"tensor_parallel_num_weight_shards": 8, "save_dgrads_interval": None}, "", "It fits either way"),
         ({"modelopt_enabled": True}, "", "No effect: .*ModelOpt reads the logits"),
         ({"modelopt_enabled": True, "export_kd_teacher_load": "x"}, "", f"{NONE}--export-kd-teacher-load"),
-        ({"my_own": 3}, "", f"{NONE}my_own is none of Megatron's arguments\."),
+        ({"my_own": 3}, "", rf"{NONE}my_own is none of Megatron's arguments\."),
         ({"consumed_train_samples": 512, "lr": 1e-3, "seed": 1}, "", "It fits either way"),
         ({"cp_comm_type": "['p2p']", "inference_cuda_graph_scope": "GraphScope.none"}, "", "It fits"),
         ({"eval_micro_batch_size": 1, "encoder_num_layers": 40, "encoder_seq_length": 8192}, "", "It fits"),

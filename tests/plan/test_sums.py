@@ -10,8 +10,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megatron_fused_ce.config import STRATEGY_CHOICES, FusedCEConfig
 from megatron_fused_ce.plan import advice, blocks, heads, static
@@ -322,13 +320,12 @@ def test_megatrons_heads_by_hand(name, per_logit, waiting):
     assert head.peak == per_logit * 4096 * 32768 + 64 * MIB
     later = heads.stock_head(replace(one, model=replace(one.model, mtp_num_layers=2)), name)
     assert later.peak - head.peak == 2 * waiting * 4096 * 32768
-
-
-def test_a_small_vocabulary_is_bound_by_the_layers_backward_products():
-    """2 bytes a logit, grad_hidden, and without fusion grad_weight: more than the loss at T = 32."""
-    one = setting(replace(MODERN, vocab_size=512), sequence=32, gradient_fusion=False)
-    head = heads.stock_head(one, "te")
-    assert head.peak == 2 * 32 * 512 + 2 * 32 * 64 + 2 * 512 * 64 + 64 * MIB
+    # A small vocabulary is bound by the layer's backward products: 2 bytes a logit, grad_hidden, and without
+    # fusion grad_weight, more than TE's loss at T = 32.
+    few = setting(replace(MODERN, vocab_size=512), sequence=32, gradient_fusion=False)
+    products = 2 * 32 * 512 + 2 * 32 * 64 + 2 * 512 * 64 + 64 * MIB
+    assert heads.stock_head(few, name).peak >= products
+    assert name != "te" or heads.stock_head(few, name).peak == products
 
 
 def test_the_plugins_heads_are_the_planners():
@@ -373,50 +370,6 @@ def test_what_goes_through_the_row_kernels(words, rows):
     assert (found.predicted > 2 * chunk) == rows
     if words.startswith("--fused"):
         assert all(word in found.flags for word in words.split())
-
-
-# --- what moves how --------------------------------------------------------------------------
-
-_SIZES = st.fixed_dictionaries(
-    {
-        "sequence": st.integers(1, 64).map(lambda n: 16 * n),
-        "micro_batch": st.integers(1, 4),
-        "full": st.booleans(),
-        "layers": st.integers(1, 6),
-        "tensor": st.sampled_from([1, 2, 4]),
-        "parts": st.booleans(),
-        "vocab": st.integers(1, 4000),
-        "mtp": st.integers(0, 2),
-    }
-)
-
-
-def _drawn(sizes: dict) -> Setting:
-    model = replace(
-        MODERN, num_layers=sizes["layers"], vocab_size=sizes["vocab"], mtp_num_layers=sizes["mtp"]
-    )
-    parallel = Parallel(gpus=4, tensor=sizes["tensor"], sequence=sizes["parts"] and sizes["tensor"] > 1)
-    recompute = Recompute(full=sizes["full"], num_layers=1)
-    return setting(
-        model, parallel,
-        sequence=sizes["sequence"], micro_batch=sizes["micro_batch"], recompute=recompute,
-    )  # fmt: skip
-
-
-@settings(max_examples=60, deadline=None)
-@given(_SIZES, st.sampled_from(["sequence", "micro_batch", "layers", "vocab"]))
-def test_more_of_anything_takes_no_less(sizes, grown):
-    """Nor does a way that keeps more of the logits; and recompute keeps no more."""
-    peaks = []
-    for name in heads.STOCK_PATHS:
-        ones = map(_drawn, (sizes, {**sizes, grown: 2 * sizes[grown]}))
-        before, after = (estimate(one, heads.stock_head(one, name)) for one in ones)
-        assert after.peak >= before.peak
-        peaks.append(heads.stock_head(_drawn(sizes), name).peak)
-    unfused, native_, te = peaks
-    assert te <= unfused <= native_
-    full, none = (native(_drawn({**sizes, "full": full})).moment("head") for full in (True, False))
-    assert full.parts["activations"] <= none.parts["activations"]
 
 
 # --- advice ----------------------------------------------------------------------------------
@@ -466,18 +419,12 @@ def test_enough_was_measured():
     assert len(check_plan.alone()) > 60
 
 
-def test_what_is_further_off_than_its_bound_is_named():
-    def found(what: str, off: float) -> check_plan.Compared:
-        return check_plan.Compared(f"[{what}](file), 4096", "auto", 1000.0, 1000.0 * (1 + off))
-
-    graph = next(iter(check_plan.EXCEPTIONS))
-    within = [found("TP 4", 0.014), found("TP 4", -0.014), found(graph, -0.037)]
-    beyond = [found("TP 4", 0.016), found("TP 4", -0.016), found(graph, -0.041)]
-    assert check_plan.outside(within, check_plan.STEP_BOUND) == []
-    assert len(check_plan.outside(beyond, check_plan.STEP_BOUND)) == 3
-    # No exception is one for nothing.
+def test_what_is_further_off_is_named_and_no_exception_is_one_for_nothing():
+    near, far = (check_plan.Compared("[TP 4](file), 4096", "auto", 1000.0, 1000.0 + d) for d in (14, -16))
+    assert len(check_plan.outside([near, far], check_plan.STEP_BOUND)) == 1
     off = {one.what: one.off for one in check_plan.steps()}
-    assert any(abs(of) > check_plan.STEP_BOUND for what, of in off.items() if graph in what)
+    for graph in check_plan.EXCEPTIONS:
+        assert any(abs(of) > check_plan.STEP_BOUND for what, of in off.items() if graph in what)
 
 
 def test_what_ran_out_of_memory_is_not_said_to_fit():

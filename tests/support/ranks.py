@@ -311,15 +311,16 @@ class RankProcesses:
         output = self._place(rank).output
         return output.read_text(errors="replace")[-OUTPUT_CHARACTERS:] if output.exists() else ""
 
-    def close(self) -> None:
-        """End all ranks, whatever they are doing."""
+    def close(self, *, kill: bool = True) -> None:
+        """End all ranks, whatever they are doing; those that wait for a call leave by themselves."""
+        for connection in self._connections:
+            connection.close()
         for rank, process in enumerate(self._processes):
             if process:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGKILL)
+                    if kill:
+                        os.kill(process, signal.SIGKILL)
                 self._status(rank)
-        for connection in self._connections:
-            connection.close()
         self._connections, self._processes, self._started = [], [], []
         self._resources.close()
         self.is_open = False
@@ -328,7 +329,7 @@ class RankProcesses:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.close()
+        self.close(kill=False)
 
 
 def results(outcomes: list[RankOutcome]) -> list[Any]:

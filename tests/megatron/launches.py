@@ -1,0 +1,39 @@
+"""Launches of Megatron's training scripts on a CPU by torchrun, and the digits that they log."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+EXACT = "[megatron_cpu] exact "
+
+
+def words_of(script, *arguments):
+    return ["-m", "megatron_fused_ce.scripts.lib.megatron_cpu", str(script), *arguments]
+
+
+def by_torchrun(words, folder, megatron, ranks=2, **settings):
+    """Status and output of ``torchrun words...`` with the Megatron in that folder."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    folders = (str(megatron), str(ROOT), os.environ.get("PYTHONPATH"))
+    settings |= {"PYTHONPATH": os.pathsep.join(filter(None, folders)), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*launcher, *words], cwd=folder, env={**os.environ, **settings}, timeout=600,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    return done.returncode, done.stdout
+
+
+def told_by_ranks(output):
+    """The end of what the ranks said, without torchrun's own traceback after it."""
+    return output.partition("torch/distributed/run.py")[0][-3000:]
+
+
+def exact_lines(output):
+    """What the last rank logs of each iteration, every digit."""
+    lines = [line for line in output.splitlines() if line.startswith(EXACT)]
+    return [json.loads(line.removeprefix(EXACT)) for line in lines]
