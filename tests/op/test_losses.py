@@ -18,7 +18,6 @@ from megatron_fused_ce.losses.terms import Pull, Term
 from megatron_fused_ce.scripts.lib.reference import KINDS, make_inputs, relative_error
 from tests.support import pairs
 from tests.support.losses import (
-    LOSSES,
     TABLE,
     Focal,
     Loss,
@@ -26,7 +25,6 @@ from tests.support.losses import (
     Unlikelihood,
     compare,
     problem,
-    true_value,
 )
 from tests.support.op import EXP_DTYPE, STRATEGIES, rows_by
 
@@ -240,89 +238,6 @@ def test_ignored_tokens(device):
     assert torch.equal(made["each"] == 0, ignored.unsqueeze(-1))
     (made["loss"].sum() + made["each"].sum()).backward()
     assert not hidden.grad[ignored.t()].any() and hidden.grad[~ignored.t()].any()
-
-
-@pytest.mark.parametrize("name", [name for name in LOSSES if name != "all outputs"])
-def test_check_takes_what_is_right(name):
-    for term in LOSSES[name].values():
-        if term.gives:
-            losses.check(term, lambda s, labels, term=term: true_value(term, s, labels))
-
-
-@dataclass(frozen=True)
-class OfThree(Unlikelihood):
-    """Which takes three labels alone."""
-
-    fault: bool = False
-
-    def value(self, rows):
-        assert len(rows.known_labels) == 3
-        return super().value(rows)
-
-    def pull(self, rows, upstream):
-        pull = super().pull(rows, upstream)
-        return pull._replace(at_labels=pull.at_labels.roll(1, 0)) if self.fault else pull
-
-
-def test_check_of_so_many_labels_alone():
-    losses.check(OfThree(), lambda s, labels: true_value(Unlikelihood(), s, labels), num_labels=3)
-    with pytest.raises(AssertionError, match=r"value in labels' columns.* \(on a token .* label \[\d+, "):
-        losses.check(OfThree(True), num_labels=3)
-
-
-@dataclass(frozen=True)
-class Wrong(Term):
-    """Focal with one fault."""
-
-    fault: str
-    gives = ("at",)
-
-    @property
-    def bound(self):
-        return 0.5 if self.fault == "bound" else None
-
-    def value(self, rows):
-        value = Focal(2.0).value(rows)
-        return value - value.mean() if self.fault == "mean" else value
-
-    def pull(self, rows, upstream):
-        (at, *_) = Focal(2.0).pull(rows, upstream)
-        if self.fault == "sign":
-            at = -at
-        if self.fault == "offset":
-            at = at + 1e-4
-        if self.fault == "any number" and not isinstance(upstream, torch.Tensor):
-            at = at / upstream
-        if self.fault == "in place":
-            rows.one_minus_p.mul_(0.5)
-        if self.fault == "label":
-            return Pull(alpha=at)
-        if self.fault == "forward" and rows._merged is not None:
-            at = 2 * at
-        return Pull(at=at)
-
-
-@pytest.mark.parametrize(
-    ("fault", "words"),
-    [
-        ("mean", "depends on the other tokens"),
-        ("sign", "not the gradient of its value"),
-        ("offset", "not linear"),
-        ("any number", "takes the number 0.5"),
-        ("in place", "changes the statistics in place"),
-        ("label", "has alpha, not among its gives"),
-        ("forward", "other statistics in a forward"),
-        ("bound", "larger than its bound, 0.5"),
-    ],
-)
-def test_check_finds(fault, words):
-    with pytest.raises(AssertionError, match=words):
-        losses.check(Wrong(fault))
-
-
-def test_check_compares_with_a_reference():
-    with pytest.raises(AssertionError, match="not the reference's"):
-        losses.check(Focal(2.0), lambda s, labels: true_value(Focal(1.9), s, labels))
 
 
 def test_what_is_no_term():
