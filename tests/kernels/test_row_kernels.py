@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy
-from megatron_fused_ce.kernels import row_kernels, token_kernels
+from megatron_fused_ce.head import fp16
+from megatron_fused_ce.kernels import row_kernels, token_kernels, upstream_kernels
 from megatron_fused_ce.kernels.records import NOT_HERE, RowOptions
 from megatron_fused_ce.logits import rows_torch
 from megatron_fused_ce.losses.outputs import PLAIN
@@ -89,6 +90,20 @@ def test_token_kernels_match_their_definition(num_shards, device):
     for merged in (token_kernels.token_loss(summed, global_max), token_loss(summed, global_max)):
         torch.testing.assert_close(merged[0], plain.loss, rtol=4e-6, atol=1e-45, equal_nan=True)
         torch.testing.assert_close(merged[1], plain.terms, rtol=4e-6, atol=1e-45, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("largest", [1.0, 3e-39, 1e-30, 7.7e37, 0.0, torch.inf, torch.nan])
+def test_token_weights_that_fp16_scales(largest, dtype, device):
+    """One launch for what PyTorch makes of it on a CPU."""
+    for size, factor in ((1, 1.0), (7, -0.7), (4096, 1.0), (9001, -0.7)):
+        weights = torch.rand(size, generator=torch.Generator().manual_seed(size))
+        weights *= largest if 0 < largest < torch.inf else 1.0
+        weights[size // 2] = largest
+        bits = 4 if dtype == torch.float16 else 0
+        made = upstream_kernels.scaled_weights(weights.to(device), bits, factor)
+        expected = fp16.scale_token_weights(weights, factor, dtype)
+        torch.testing.assert_close(made.cpu(), expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("backend", [row_kernels, rows_torch], ids=["triton", "torch"])
