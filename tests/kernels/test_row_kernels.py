@@ -16,8 +16,7 @@ from megatron_fused_ce.kernels.records import NOT_HERE, RowOptions
 from megatron_fused_ce.logits import rows_torch
 from megatron_fused_ce.losses.outputs import PLAIN
 from megatron_fused_ce.losses.statistics import Upstream, merge_shards, shard_addends, token_loss
-from megatron_fused_ce.scripts.lib.reference import KINDS, assert_close, make_inputs
-from tests.support.op import DTYPES, rows_by, run, without_interpreter
+from tests.support.op import DTYPES, rows_by, without_interpreter
 
 #: Below it fp32 has fewer digits, and a GPU's exp flushes to 0.
 SUBNORMAL = torch.finfo(torch.float32).tiny
@@ -130,14 +129,6 @@ def test_argmax_takes_the_lowest_column_of_a_tie(backend, device):
     assert stats.argmax.tolist() == [0, 4500]
 
 
-@pytest.mark.parametrize("strategy", ["recompute", "store"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_whole_op_on_the_triton_path(kind, strategy, device):
-    inputs = make_inputs(kind, s=7, b=2, hidden_size=32, vocab=150, dtype=torch.bfloat16, device=device)
-    with rows_by("triton"):
-        assert_close(run(inputs, FusedCEConfig(strategy=strategy, num_chunks=2)), inputs)
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="a pause is of a GPU's stream")
 def test_a_pause_lasts(device):
     began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -148,10 +139,11 @@ def test_a_pause_lasts(device):
     assert began.elapsed_time(ended) * 1e6 > 0.9 * token_kernels.PAUSE_NS
 
 
-def test_every_option_compiles_without_a_gpu():
-    done = without_interpreter("compile_triton.py")
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.count("bytes of PTX") == 9 + 7 + 2
+def test_row_kernels_compile_without_a_gpu():
+    """Plain, and with all options."""
+    done = without_interpreter("compile_triton.py", "90", "statistics", "gradients")
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    assert done.stdout.count("bytes of shared memory") == 4
 
 
 #: By hand, FUSED_CE_ALL_CHIPS=1: those whose matrix units are another's of these, and minutes of a CPU.
