@@ -223,26 +223,6 @@ def test_tokens_that_are_left_out(strategy, device):
         made.log_prob.backward(upstream_of(labels))
 
 
-BAD = {
-    "no labels": (lambda ids: ids[..., :0], {}, ValueError, "expected .* K of 1 to 32768"),
-    "tokens": (lambda ids: ids[:2], {}, ValueError, r"here labels \("),
-    "floats": (lambda ids: ids.float(), {}, TypeError, "expected int64"),
-    "ignored": (lambda ids: ids, {"ignore_index": -100}, ValueError, "-1 is an empty entry"),
-    "skipped": (lambda ids: ids, {"skip_masked": True}, ValueError, "have no such label"),
-    "backend": (lambda ids: ids, {"logits_backend": "scaled_exp"}, ValueError, "cannot serve here"),
-    "strategy": (lambda ids: ids, {"strategy": "grad_in_forward"}, ValueError, "needs token_weights"),
-}
-
-
-@pytest.mark.parametrize("what", BAD)
-def test_bad_arguments(what, device):
-    change, options, error, words = BAD[what]
-    hidden = torch.ones(3, 4, device=device, requires_grad=True)
-    labels = torch.zeros(3, 2, dtype=torch.int64, device=device)
-    with pytest.raises(error, match=words):
-        token_log_probs(hidden, hidden, change(labels), config=FusedCEConfig(**options))
-
-
 @pytest.mark.parametrize("strategy", ["store", "recompute"])
 def test_memory_is_the_plans(strategy):
     """Bytes a label, beyond a call with one: at most what the planner counts, and not half of it less."""
