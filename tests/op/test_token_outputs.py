@@ -18,6 +18,7 @@ from megatron_fused_ce.scripts.lib.reference import (
     LOSS_OPTIONS,
     HeadInputs,
     make_teacher,
+    plain_distillation,
     relative_error,
     truth,
 )
@@ -144,6 +145,18 @@ def test_a_token_without_entries_costs_nothing(device):
     assert torch.equal(loss[:, ::2], torch.zeros_like(loss[:, ::2]))
     assert torch.equal(hidden.grad[::2], torch.zeros_like(hidden.grad[::2]))
     assert hidden.grad[1::2].abs().amin(-1).amax() > 0
+
+
+def test_the_yardstick_of_distillation_is_no_worse_than_its_logits(device):
+    """Logits of 300 in fp32: eager's error is that of rounding the logits, or the bound would allow more."""
+    inputs = problem("wide", torch.float32, device)
+    teacher = make_teacher(inputs, 5)
+    exact, eager = (plain_distillation(inputs, *teacher, of) for of in (torch.float64, torch.float32))
+    z, weight = inputs.hidden @ inputs.weight.t(), inputs.weight.double()
+    of_logits = replace(inputs, hidden=z, weight=torch.eye(len(weight), device=device))
+    rounded = plain_distillation(of_logits, *teacher, torch.float64).grad_hidden @ weight
+    of_rounding = relative_error(rounded, exact.grad_hidden)
+    assert relative_error(eager.grad_hidden, exact.grad_hidden) < 1.5 * of_rounding
 
 
 @pytest.mark.parametrize("names", [("correct",), ("predicted", "correct")], ids=str)

@@ -179,7 +179,8 @@ class Loss:
             targets = make_teacher(inputs, self.entries)
             return {"loss": fused_linear_topk_distillation(hidden, weight, *targets, **call)}
         if self.temperatures:
-            call |= {"temperature": inputs.temperature, "entropy": "differentiable"}
+            call.setdefault("temperature", 1.0 if inputs.temperature is None else inputs.temperature)
+            call["entropy"] = "differentiable"
             return token_log_probs(hidden, weight, inputs.labels, **call)._asdict()
         call["differentiable"] = self.differentiable
         made = fused_linear_token_outputs(hidden, weight, inputs.labels, self.beside, **call)
@@ -196,24 +197,24 @@ class Loss:
         return torch.stack((inputs.labels, *others, others[0]), -1)
 
     def plain(
-        self, inputs: HeadInputs, upstreams: dict[str, Tensor], dtype: torch.dtype
+        self, inputs: HeadInputs, upstreams: dict[str, Tensor], dtype: torch.dtype, roundings: Any = None
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """Outputs ``[b, s]`` and both gradients, by autograd in ``dtype``."""
+        """Outputs ``[b, s]`` and both gradients, by autograd in ``dtype``; of terms without roundings."""
         if self.terms is not None:
             return _plain_terms(inputs, self.terms, upstreams, dtype, self.labels(inputs))
         nothing = torch.zeros_like(inputs.grad_loss)
         inputs = replace(inputs, grad_loss=upstreams.get("loss", nothing))
         if self.entries:
-            loss, *grads = plain_distillation(inputs, *make_teacher(inputs, self.entries), dtype)
+            loss, *grads = plain_distillation(inputs, *make_teacher(inputs, self.entries), dtype, roundings)
             return {"loss": loss}, grads
         if self.temperatures:
-            made, *grads = plain_outputs(inputs, upstreams, dtype)
+            made, *grads = plain_outputs(inputs, upstreams, dtype, roundings)
             return {name: getattr(made, name) for name in ("log_prob", "entropy")}, grads
-        loss, *grads = plain_head(inputs, dtype)
+        loss, *grads = plain_head(inputs, dtype, roundings)
         if not self.beside:
             return {"loss": loss}, grads
         of_others = {name: of for name, of in upstreams.items() if name != "loss"} or {"lse": nothing}
-        outputs, *others = plain_outputs(inputs, of_others, dtype)
+        outputs, *others = plain_outputs(inputs, of_others, dtype, roundings)
         summed = [one.double() + other for one, other in zip(grads, others, strict=True)]
         return {"loss": loss, **{name: getattr(outputs, name) for name in self.beside}}, summed
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -30,14 +29,7 @@ STRATEGIES = ("store", "grad_in_forward", "recompute", "auto")
 STRIDES = ("contiguous", "transposed", "columns of more", "every second row", "expanded")
 
 
-def _told(thing: Any) -> str:
-    """A dataclass without what is as by default."""
-    named = [f"{f.name}={getattr(thing, f.name)!r}" for f in fields(thing) if f.name != "config"]
-    plain = {f"{f.name}={f.default!r}" for f in fields(thing)}
-    return ", ".join(word for word in named if word not in plain)
-
-
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class DrawnProblem:
     """One call over the whole vocabulary, and how it is cut and laid out."""
 
@@ -62,12 +54,6 @@ class DrawnProblem:
     names_start: bool = False
     log2_promise: int = 0  # what the upstream gradient is times the token weights, negated
     config: FusedCEConfig = field(default_factory=FusedCEConfig)
-
-    def __repr__(self) -> str:
-        return f"DrawnProblem({_told(self)}, config=FusedCEConfig({_told(self.config)}))"
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # hypothesis's
-        printer.text(repr(self))
 
     @property
     def vocab(self) -> int:
@@ -287,18 +273,6 @@ Evaluate = Callable[[torch.dtype, Roundings | None], Parts]
 #: Draws of roundings: the first number, and more where the error is above what they allow.
 DRAWS = (8, 64, 512)
 
-#: What was tried, for the report of a long run.
-TRIED: Counter[str] = Counter()
-
-
-def tried(name: str, problem: DrawnProblem) -> None:
-    """Count an example of the property ``name``."""
-    plan = problem.config.strategy
-    for counted in (name, str(problem.dtype), plan, problem.values, f"TP {len(problem.shards)}"):
-        TRIED[counted] += 1
-    for option in filter(None, problem.config.loss_options.split(", ")):
-        TRIED[option] += 1
-
 
 def check(problem: DrawnProblem, result: Parts, evaluate: Evaluate) -> float:
     """Every part within the bound of its dtype; gives the largest error over its bound.
@@ -318,7 +292,6 @@ def check(problem: DrawnProblem, result: Parts, evaluate: Evaluate) -> float:
         error, of_eager = relative_error(value, true), relative_error(yardstick, true)
         bound = max(2 * of_eager if math.isfinite(of_eager) else 0.0, floor(name, true, dtype))
         if not error <= bound:
-            TRIED[f"eager's error of {name} was luck"] += 1
             for seed in range(DRAWS[-1]):
                 if seed in DRAWS and error <= bound:
                     break
@@ -327,7 +300,6 @@ def check(problem: DrawnProblem, result: Parts, evaluate: Evaluate) -> float:
                     drawn.append(evaluate(torch.float64, roundings))
                 bound = max(bound, 2 * relative_error(select(drawn[seed][name]), true))
         if error > bound >= 1:  # zeros would pass: the roundings leave no digit
-            TRIED[f"no digit of {name} is left"] += 1
             assert value.isfinite().all()
             continue
         assert error <= bound, f"{name}: error {error:.3e} above {bound:.3e}"
