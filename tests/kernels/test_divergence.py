@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from math import factorial, inf, log, nan
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -35,58 +34,34 @@ def of_every(kinds=KINDS):
 FLOOR = 1e-6
 
 
-class Exact(NamedTuple):
-    divergence: torch.Tensor  # [C]
-    mean: torch.Tensor  # [C]: of log(p_s / m), less what it is where the student's logit is the largest
-    gradient: torch.Tensor  # [C, V]
-    #: of the largest term of all gradients: their difference may be far smaller
-    size: float
-
-    @property
-    def grad_floor(self) -> float:
-        return FLOOR * self.size
-
-    @property
-    def floor(self) -> float:
-        """Above 1 nat relative: fp32 has no closer number for 100 nats than 4e-6."""
-        return FLOOR * max(1.0, self.divergence.max().item())
-
-    @property
-    def mean_floor(self) -> float:
-        return FLOOR * max(1.0, self.mean.abs().max().item())
-
-
 def natural(side: Side, dtype=torch.float64) -> torch.Tensor:
     s = side.logits.to(dtype) * side.scale
     return s if side.softcap is None else side.softcap * torch.tanh(s / side.softcap)
 
 
-def definition(s: torch.Tensor, t: torch.Tensor, kind: str, beta: float) -> Exact:
-    """In the dtype of the natural logits ``s`` and ``t``, which have all classes."""
-
-    def kl(log_p, log_q):
-        terms = log_p.exp() * (log_p - log_q)
-        return terms.masked_fill_(log_p == -inf, 0.0).sum(1)
-
-    log_s, log_t = s.log_softmax(1), t.log_softmax(1)
+def definition(student: Side, teacher: Side, kind: str, beta: float, num_classes=None, dtype=torch.float64):
+    """Divergence ``[C]``; mean of log(p_s / m) less what it is where the student's logit is the largest
+    ``[C]``; gradients by the scaled logits, before the softcap ``[C, V]``; the size of their terms, of which
+    they may be small differences. In fp64 or as eager PyTorch has it.
+    """
+    log_s, log_t = (natural(side)[:, :num_classes].to(dtype).log_softmax(1) for side in (student, teacher))
     p_s = log_s.exp()
     if kind == "forward_kl":
-        made = kl(log_t, log_s)
+        made, mean = distillation.expected(log_t, log_t - log_s), torch.zeros_like(log_s[:, 0])
         gradient = p_s - log_t.exp()
-        return Exact(made, torch.zeros_like(made), gradient, gradient.abs().max().item())
-    if kind == "reverse_kl":
-        log_m = log_t
-        made = of_student = kl(log_s, log_t)
-        share = 1.0
+        size = gradient.abs().max().item()
     else:
-        log_m = torch.logaddexp(log_s + log(1 - beta), log_t + log(beta))
-        of_student = kl(log_s, log_m)
-        made = beta * kl(log_t, log_m) + (1 - beta) * of_student
-        share = 1 - beta
-    gradient = share * p_s * (log_s - log_m - of_student[:, None])
-    size = share * p_s.max().item() * max(1.0, of_student.max().item())
-    at_top = (log_s - log_m).gather(1, s.argmax(1, keepdim=True))[:, 0]
-    return Exact(made, of_student - at_top, gradient.masked_fill_(p_s == 0, 0.0), size)
+        share = 1.0 if kind == "reverse_kl" else 1 - beta
+        log_m = log_t if kind == "reverse_kl" else distillation.log_mixture(log_s, log_t, beta)
+        of_student = distillation.expected(log_s, log_s - log_m)
+        made = share * of_student + beta * distillation.expected(log_t, log_t - log_m)
+        mean = of_student - (log_s - log_m).gather(1, log_s.argmax(1, keepdim=True))[:, 0]
+        gradient = (share * p_s * (log_s - log_m - of_student[:, None])).masked_fill(p_s == 0, 0.0)
+        size = share * p_s.max().item() * max(1.0, of_student.max().item())
+    if student.softcap is not None:
+        slope = torch.cosh(student.logits[:, :num_classes].double() * student.scale / student.softcap) ** -2
+        gradient = gradient * slope
+    return made, mean, gradient, size
 
 
 def as_sides(student, teacher, options=({}, {}), num_classes=None) -> tuple[Side, Side]:
@@ -115,33 +90,28 @@ def within(made, exact, eager, floor, rounding=0.0):
     )
 
 
-def both(student: Side, teacher: Side, kind: str, beta: float, num_classes=None) -> tuple[Exact, Exact]:
-    """In fp64, and by eager PyTorch in fp32; gradients are by the scaled logit, before its softcap."""
-    s, t = (natural(side)[:, :num_classes] for side in (student, teacher))
-    found = definition(s, t, kind, beta), definition(s.float(), t.float(), kind, beta)
-    if student.softcap is None:
-        return found
-    slope = torch.cosh(student.logits[:, :num_classes].double() * student.scale / student.softcap) ** -2
-    return tuple(of._replace(gradient=of.gradient * slope) for of in found)
-
-
 def held(rows, student, teacher, kind, beta, num_classes=None, out_dtype=torch.float32):
     """Sums and gradients of one shard that is the whole vocabulary, in place too where the dtype is one."""
     valid = num_classes and torch.tensor([num_classes], device=student.logits.device)
-    exact, eager = both(student, teacher, kind, beta, num_classes)
+    (exact, exact_mean, gradient, size), (eager, eager_mean, of_eager, _) = (
+        definition(student, teacher, kind, beta, num_classes, dtype)
+        for dtype in (torch.float64, torch.float32)
+    )
+    # Above 1 nat relative: fp32 has no closer number for 100 nats than 4e-6.
+    floor, mean_floor = (FLOOR * max(1.0, of.abs().max().item()) for of in (exact, exact_mean))
     args = student, teacher, kind, beta, valid
     sums = rows.divergence_sums(*args)
-    within(sums[0], exact.divergence, eager.divergence, exact.floor)
-    within(sums[1], exact.mean, eager.mean, exact.mean_floor)
+    within(sums[0], exact, eager, floor)
+    within(sums[1], exact_mean, eager_mean, mean_floor)
     out = torch.empty_like(student.logits, dtype=out_dtype)
     args, kept = (*args, None if kind == "forward_kl" else sums[1]), student.logits.clone()
     beside = rows.divergence_gradients(*args, out, with_sums=True)
-    within(beside, exact.divergence, eager.divergence, exact.floor)
-    floor = max(exact.grad_floor, 0.5 * torch.finfo(out_dtype).smallest_normal)
+    within(beside, exact, eager, floor)
+    floor = max(FLOOR * size, 0.5 * torch.finfo(out_dtype).smallest_normal)
     rounding = 0.0 if out_dtype == torch.float32 else torch.finfo(out_dtype).eps / 2
     if out_dtype == torch.bfloat16 and out.device.type == "cpu":
         rounding *= 2  # the interpreter cuts digits off
-    within(out[:, :num_classes], exact.gradient, eager.gradient, floor, rounding)
+    within(out[:, :num_classes], gradient, of_eager, floor, rounding)
     assert num_classes is None or (out[:, num_classes:] == 0).all()
     assert torch.equal(student.logits, kept), "out of place must leave the logits alone"
     in_place = student.logits if student.logits.dtype == out_dtype else out.clone()

@@ -104,8 +104,12 @@ def cancelling(problem: DistillationProblem) -> list[tuple[Tensor, Tensor]]:
         log_s, log_t = z_s.detach().log_softmax(-1), z_t.log_softmax(-1)
         factors = log_t.exp()
         if term == 1:
-            log_m = log_t if problem.kind == "reverse_kl" else _log_m(log_s, log_t, **KINDS[problem.kind])
-            factors = log_s.exp() * _expected(log_s, log_s - log_m).unsqueeze(-1)
+            log_m = (
+                log_t
+                if problem.kind == "reverse_kl"
+                else log_mixture(log_s, log_t, KINDS[problem.kind].get("beta", 0.5))
+            )
+            factors = log_s.exp() * expected(log_s, log_s - log_m).unsqueeze(-1)
         (factors * z_s).sum(-1).t().backward(problem.upstream.double())
         assert hidden.grad is not None and weight.grad is not None
         found.append((hidden.grad, weight.grad))
@@ -147,7 +151,7 @@ def _plain(
         loss.masked_fill(ignored, 0.0),
         divergence.masked_fill(ignored, 0.0),
         *cross_entropies,
-        -_expected(log_s, log_s),
+        -expected(log_s, log_s),
     )
     turned = DistillationOutputs(*(None if each is None else each.t() for each in made))  # type: ignore[arg-type]
     return turned, hidden, weight, (z_s, z_t)
@@ -155,19 +159,19 @@ def _plain(
 
 def _divergence(log_s: Tensor, log_t: Tensor, divergence: str, beta: float = 0.5) -> Tensor:
     if divergence == "forward_kl":
-        return _expected(log_t, log_t - log_s)
+        return expected(log_t, log_t - log_s)
     if divergence == "reverse_kl":
-        return _expected(log_s, log_s - log_t)
-    log_m = _log_m(log_s, log_t, divergence, beta)
-    return beta * _expected(log_t, log_t - log_m) + (1 - beta) * _expected(log_s, log_s - log_m)
+        return expected(log_s, log_s - log_t)
+    log_m = log_mixture(log_s, log_t, beta)
+    return beta * expected(log_t, log_t - log_m) + (1 - beta) * expected(log_s, log_s - log_m)
 
 
-def _log_m(log_s: Tensor, log_t: Tensor, divergence: str, beta: float = 0.5) -> Tensor:
+def log_mixture(log_s: Tensor, log_t: Tensor, beta: float) -> Tensor:
     of_student, of_teacher = (torch.tensor(x, dtype=log_s.dtype).log() for x in (1 - beta, beta))
     return torch.logaddexp(log_s + of_student, log_t + of_teacher)
 
 
-def _expected(log_p: Tensor, x: Tensor) -> Tensor:
+def expected(log_p: Tensor, x: Tensor) -> Tensor:
     """``sum p x``, 0 where ``p`` is."""
     p = log_p.exp()
     return (p * x.masked_fill(p == 0, 0.0)).sum(-1)
