@@ -215,24 +215,6 @@ def test_where_a_z_loss_turns_the_gradient_around(distance, strategy, product, d
     assert_close(run(inputs, config), inputs)
 
 
-def test_a_factor_of_exactly_zero(product, device):
-    """The row's unit is folded into E, which is then 0 but at the label."""
-    hidden = torch.ones(1, 1, 8, device=device, dtype=EXP_DTYPE)
-    weight = torch.zeros(8, 8, device=device, dtype=EXP_DTYPE)
-    labels = torch.tensor([[3]], device=device)
-    targets = Targets(labels[0])
-    passes = ScaledExp(gemm=product)
-    room = hidden.new_empty(1, 8)
-    scores = passes.logits_gemm(hidden[0], weight, targets, weight, room)
-    merged = merge_shards(scores.stats.shard[None])
-    terms = merged.terms.clone()
-    terms[1] = 0.0  # inv_sum, and so the scale
-    row_scale = passes.finalize(room, targets, scores, merged._replace(terms=terms))
-    expected = torch.zeros(1, 8, device=device, dtype=EXP_DTYPE)
-    expected[0, 3] = -terms[2, 0]
-    torch.testing.assert_close(room * row_scale[:, None].to(EXP_DTYPE), expected)
-
-
 def head_of_outliers(device, outlier, *, at_label):
     """Logits of 0 but one of ``outlier`` a row: at the label, or beside it in another tile."""
     vocab, tokens, column = OUTLIERS

@@ -9,7 +9,6 @@ import torch
 
 from megatron_fused_ce import (
     FusedCEConfig,
-    fused_linear_cross_entropy,
     fused_linear_loss,
     fused_linear_topk_distillation,
     losses,
@@ -21,7 +20,6 @@ from tests.support.losses import (
     TABLE,
     Focal,
     Loss,
-    MeanSquare,
     Unlikelihood,
     compare,
     problem,
@@ -91,14 +89,6 @@ def test_against_fp64(name, strategy, backend, kind, device):
             compare(loss, inputs, strategy, chunk_tokens=None, num_chunks=4, **options)
 
 
-def test_a_plain_loss_has_the_bits_of_the_plain_function(device):
-    inputs = make_inputs("odd-labels", **SIZES, dtype=torch.float32, device=device)
-    args = inputs.hidden, inputs.weight, inputs.labels
-    assert torch.equal(
-        fused_linear_loss(*args, {"x": losses.CrossEntropy()})["x"], fused_linear_cross_entropy(*args)
-    )
-
-
 @dataclass(frozen=True)
 class Itself(Term):
     """A statistic, given away as it is: 1 - p_y."""
@@ -128,19 +118,6 @@ def test_outputs_are_the_callers_own(strategy, device):
     log_p = (hidden.double() @ plain.t()).log_softmax(-1)[range(6), labels]
     (w * (1 - log_p.exp()) - log_p).sum().backward()
     assert relative_error(weight.grad, plain.grad) < 2e-6
-
-
-def test_an_ignored_first_output_without_a_label(device):
-    hidden, weight = torch.randn(4, 8, device=device), torch.randn(9, 8, device=device).requires_grad_()
-    config = FusedCEConfig(ignore_index=1, strategy="grad_in_forward")
-    given = hidden, weight, torch.arange(4, device=device), {"e": losses.Entropy()}
-    made = fused_linear_loss(*given, token_weights=torch.ones(4, device=device), config=config)["e"]
-    made.sum().backward()
-    plain = weight.detach().double().requires_grad_()
-    log_p = (hidden.double() @ plain.t()).log_softmax(-1)
-    true = -(log_p.exp() * log_p).sum(-1)
-    true.sum().backward()
-    assert relative_error(made, true) < 2e-6 and relative_error(weight.grad, plain.grad) < 2e-6
 
 
 def test_an_output_alone_meets_no_slope_of_the_loss(device):
@@ -224,20 +201,6 @@ def test_a_teachers_shares_of_any_sum_stay_finite_in_fp16(strategy, device):
     true = torch.autograd.grad(-(plain[0] @ plain[1].t()).log_softmax(-1).gather(1, ids[:, :1]).sum(), plain)
     for ours, right in zip((hidden.grad, weight.grad), true, strict=True):
         assert relative_error(ours, right) < 2e-3
-
-
-def test_ignored_tokens(device):
-    """Outputs of the label are 0 for them, others are not."""
-    inputs = make_inputs("plain", **SIZES, dtype=torch.float32, device=device)
-    ignored, terms = inputs.labels == inputs.labels[0, 0], {"loss": Focal(2.0), "height": MeanSquare()}
-    terms["each"] = losses.LogProbs()
-    config = FusedCEConfig(ignore_index=int(inputs.labels[0, 0]))
-    hidden = inputs.hidden.clone().requires_grad_()
-    made = fused_linear_loss(hidden, inputs.weight, inputs.labels, terms, config=config)
-    assert torch.equal(made["loss"] == 0, ignored) and (made["height"] > 0).all()
-    assert torch.equal(made["each"] == 0, ignored.unsqueeze(-1))
-    (made["loss"].sum() + made["each"].sum()).backward()
-    assert not hidden.grad[ignored.t()].any() and hidden.grad[~ignored.t()].any()
 
 
 def test_what_is_no_term():

@@ -14,12 +14,11 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megatron_fused_ce import FusedCEConfig
-from megatron_fused_ce.head import promise, spec
+from megatron_fused_ce.head import promise
 from megatron_fused_ce.head.autograd import linear_cross_entropy
 from megatron_fused_ce.head.call import Call
 from megatron_fused_ce.head.promise import ATOL, BROKEN, KEPT, NOT_FINITE, RTOL, Head, fit_scalar
 from megatron_fused_ce.kernels import upstream_kernels
-from megatron_fused_ce.ranks import agreement
 from megatron_fused_ce.scripts.lib.reference import HeadInputs, make_inputs
 from tests.support.op import EXP_DTYPE, HAS_EXP, captured, promises, run
 from tests.support.problems import open_main_grad, same_bits
@@ -323,27 +322,6 @@ def test_a_checkpoint_whose_first_backward_breaks_the_promise(way, reentrant, de
     with warnings.catch_warnings(action="ignore"):
         made = gradients("grad_in_forward")
     assert_same([one for one in made if one is not None], [one for one in expected if one is not None])
-
-
-def test_a_spec_made_while_the_promise_broke_is_not_kept(device, monkeypatch):
-    """By another thread: every later call of its kind would rely on the promise."""
-    micro = Micro(device)
-    waiting = micro.losses("grad_in_forward")
-    agreement.history_of(None).forget_specs()
-    stock = spec._make
-
-    def make(args, history):
-        made = stock(args, history)
-        with is_told():
-            one_token_more(waiting, micro.mask).backward()
-        monkeypatch.undo()
-        return made
-
-    monkeypatch.setattr(spec, "_make", make)
-    late = micro.losses("grad_in_forward")
-    with promises(kept=0, remade=1), warnings.catch_warnings(action="error"):
-        one_token_more(late, micro.mask).backward()
-        one_token_more(micro.losses("grad_in_forward"), micro.mask).backward()
 
 
 @pytest.mark.parametrize("logits_backend", ["auto", "gemm_rows"])
