@@ -36,11 +36,20 @@ BACKENDS = {
     "triton": (EXP_DTYPE, {"logits_backend": "gemm_rows"}),
     "scaled_exp": (EXP_DTYPE, {"logits_backend": "scaled_exp"}),
 }
+#: One chunk, ragged last ones, more than there are tokens, and their number of 8 to 12 positions of 3.
+CHUNKINGS = {
+    "4 chunks": ({"num_chunks": 4}, 4),
+    "1 chunk": ({"chunk_tokens": 4096}, 1),
+    "5 chunks": ({"num_chunks": 5}, 5),
+    "7 tokens": ({"chunk_tokens": 7}, 5),
+    "1000 chunks": ({"num_chunks": 1000}, 8),
+}
 AXES = {
     "name": tuple(TABLE),
     "strategy": (*STRATEGIES, "mixed"),
     "backend": tuple(BACKENDS),
     "kind": KINDS,
+    "chunking": tuple(CHUNKINGS),
 }
 
 
@@ -57,7 +66,7 @@ def refusal(loss: Loss, strategy: str) -> str:
 ROWS = [
     *(tuple(row.values()) for row in pairs.generate(AXES)),
     *(
-        (name, strategy, "scaled_exp", "plain")
+        (name, strategy, "scaled_exp", "plain", "4 chunks")
         for name, loss in TABLE.items()
         for strategy in ("store", "grad_in_forward")
         if not refusal(loss, strategy)
@@ -68,7 +77,7 @@ CASES = [pytest.param(*row, id="-".join(map(str, row))) for row in dict.fromkeys
 
 @pytest.mark.parametrize(tuple(AXES), CASES)
 @pytest.mark.filterwarnings("ignore:.*(promise|upstream gradient)")
-def test_against_fp64(name, strategy, backend, kind, device):
+def test_against_fp64(name, strategy, backend, kind, chunking, device):
     dtype, options = BACKENDS[backend]
     tokens = 8 if backend in ("triton", "scaled_exp") and device.type == "cpu" else 12  # interpreted
     loss, sizes = TABLE[name], {"s": tokens, "b": 3, "hidden_size": 32, "vocab": 136}
@@ -78,7 +87,8 @@ def test_against_fp64(name, strategy, backend, kind, device):
         kind = "plain"  # beyond its softcap, where the entropy's gradient is below any rounding of a tanh
     if strategy == "grad_in_forward" and loss.temperatures:
         strategy = "store"  # the other upstream gradients must be known
-    inputs = replace(problem(kind, dtype, device, loss.options, **sizes), gemms=4)
+    chunks, gemms = CHUNKINGS[chunking]
+    inputs = replace(problem(kind, dtype, device, loss.options, **sizes), gemms=gemms)
     if loss.temperatures:
         inputs = replace(inputs, temperature=inputs.grad_loss.abs() + 0.5)
     if backend == "scaled_exp" and (words := refusal(loss, strategy)):
@@ -86,7 +96,7 @@ def test_against_fp64(name, strategy, backend, kind, device):
             compare(loss, inputs, strategy, **options)
     else:
         with rows_by("triton" if backend == "triton" else "auto"):
-            compare(loss, inputs, strategy, chunk_tokens=None, num_chunks=4, **options)
+            compare(loss, inputs, strategy, **{"chunk_tokens": None, **chunks, **options})
 
 
 @dataclass(frozen=True)

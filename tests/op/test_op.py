@@ -26,19 +26,6 @@ def plain(device, dtype=torch.float32, **changes):
     return problem("plain", dtype, device, **{"s": 9, "b": 2, "hidden_size": 16, "vocab": 50, **changes})
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(
-    "chunking",
-    [{}, {"num_chunks": 1}, {"num_chunks": 7}, {"num_chunks": 1000}]
-    + [{"chunk_tokens": c} for c in (1, 5, 32, 33, 34, 4096)],
-    ids=str,
-)
-def test_any_chunking(chunking, strategy, device):
-    """33 tokens: one chunk, ragged last chunks, more chunks than tokens, chunks beyond the end."""
-    inputs = plain(device, torch.bfloat16, s=11, b=3, vocab=67)
-    assert_close(run(inputs, FusedCEConfig(strategy=strategy, **chunking)), inputs)
-
-
 @pytest.mark.parametrize("flat", [False, True])
 def test_a_single_class(flat, device):
     """A certain token: loss and gradients are exactly 0."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 from warnings import catch_warnings
 
 import pytest
@@ -21,14 +22,16 @@ from megatron_fused_ce import (
     FusedCEConfig,
     fused_linear_cross_entropy,
     fused_linear_distillation,
+    fused_linear_loss,
     fused_linear_token_outputs,
     fused_linear_topk_distillation,
 )
 from megatron_fused_ce.head import spec
 from megatron_fused_ce.head.autograd import linear_cross_entropy
 from megatron_fused_ce.head.call import Call
-from megatron_fused_ce.losses.label import ZLoss
+from megatron_fused_ce.losses import CrossEntropy, ZLoss
 from megatron_fused_ce.ops.labels import SeveralLabels
+from megatron_fused_ce.planner import choose as planner
 from megatron_fused_ce.ranks import agreement
 from megatron_fused_ce.rl import token_log_probs
 from megatron_fused_ce.scripts.lib.reference import make_inputs, make_teacher, relative_error
@@ -224,8 +227,8 @@ def given(device, shape="[2, s]", s=6):
 
 
 def of_several(hidden, weight, of, **more):
-    made, real = token_log_probs(hidden, weight, of["ids"], **more).log_prob, of["ids"] >= 0
-    return made.where(real, 0.0).sum(-1)
+    made = token_log_probs(hidden, weight, of["ids"], **more).log_prob
+    return made.where(of["ids"] != -1, 0.0).sum(-1)
 
 
 def of_outputs(hidden, weight, of, **more):
@@ -239,21 +242,28 @@ def of_divergence(hidden, weight, of, **more):
     return fused_linear_distillation(hidden, weight, **teacher, divergence="jsd", **more).loss
 
 
+def of_terms(labels, hidden, weight, **more):
+    return fused_linear_loss(hidden, weight, labels, {"loss": CrossEntropy()}, **more)["loss"]
+
+
+#: A loss of each public function ``[b, s]``, of the operands, what else :func:`given` gives, and options.
 HEADS = {
-    "loss": lambda hidden, weight, of, **more: fused_linear_cross_entropy(
-        hidden, weight, of["labels"], **more
-    ),
-    "top-K": lambda hidden, weight, of, **more: fused_linear_topk_distillation(
-        hidden, weight, of["ids"], of["log_probs"], **more
+    "loss": lambda *x, **more: fused_linear_cross_entropy(*x[:2], x[2]["labels"], **more),
+    "top-K": lambda *x, **more: fused_linear_topk_distillation(
+        *x[:2], x[2]["ids"], x[2]["log_probs"], **more
     ),
     "divergence": of_divergence,
     "outputs": of_outputs,
     "several labels": of_several,
+    "log-probability": lambda *x, **more: token_log_probs(*x[:2], x[2]["labels"], **more).log_prob,
+    "terms": lambda *x, **more: of_terms(x[2]["labels"], *x[:2], **more),
+    "terms of several labels": lambda *x, **more: of_terms(x[2]["labels"].unsqueeze(-1), *x[:2], **more),
 }
+FIVE = list(HEADS)[:5]
 EVERY_HEAD = pytest.mark.parametrize(
     ("head", "strategy", "options"),
     [
-        *((head, strategy, {"num_chunks": 2}) for head in HEADS for strategy in ("recompute", "store")),
+        *((head, strategy, {"num_chunks": 2}) for head in FIVE for strategy in ("recompute", "store")),
         *((head, "grad_in_forward", {"num_chunks": 2}) for head in ("loss", "top-K", "divergence")),
         *(("loss", strategy, {"num_chunks": 1}) for strategy in STRATEGIES),
         ("loss", "store", {"skip_masked": True}),
@@ -338,7 +348,7 @@ def test_no_tokens(head, strategy, options, device):
     assert not grads[1].any()
 
 
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("head", FIVE)
 def test_under_autocast(head, device):
     """fp32 parameters are used in its dtype, as torch's own linear does; gradients are in theirs."""
     operands, buffers = given(device)
@@ -353,6 +363,62 @@ def test_under_autocast(head, device):
     for made, right in zip(*grads, strict=True):
         assert made.dtype == torch.float32
         assert relative_error(made, right.double()) < 1e-2
+
+
+#: Whether a label of -100 is ignored, and whether the logits may be stored, if nothing is said.
+DEFAULTS = {
+    **{"loss": (True, True), "top-K": (None, False), "divergence": (False, False), "terms": (True, True)},
+    **{"several labels": (False, False), "log-probability": (False, False)},
+    "terms of several labels": (False, True),
+}
+
+
+@pytest.mark.parametrize("head", DEFAULTS)
+def test_defaults_of_each_function(head, device):
+    """An explicit word is obeyed."""
+    ignores, may_store = DEFAULTS[head]
+    operands, of = given(device)
+    labels = of["labels"].remainder_(SIZES["vocab"])
+    labels[:, 1] = -100
+    of |= {"ids": labels.unsqueeze(-1), "log_probs": torch.zeros(*labels.shape, 1, device=device)}
+    planned, plan = [], planner.plan
+
+    def losses_of(**more):
+        with patch.object(planner, "plan", lambda of: planned.append(of) or plan(of)):
+            return HEADS[head](*operands, of, **more)
+
+    none = losses_of(config=FusedCEConfig(ignore_index=None))
+    made = losses_of()
+    assert [inputs.may_store for inputs in planned] == [may_store] * 2
+    assert torch.equal(made == 0, (labels == -100) & bool(ignores)) or ignores is None
+    assert torch.equal(made[:, 0], none[:, 0]) and (none.all() or ignores is None)
+    if ignores is not None and "several" not in head:
+        label = int(labels[0, 0])
+        assert torch.equal(losses_of(config=FusedCEConfig(ignore_index=label)) == 0, labels == label)
+    if may_store and "several" not in head:
+        planned.clear()
+        losses_of(token_weights=torch.ones_like(made), config=FusedCEConfig(num_chunks=3))
+        assert not planned[0].may_store
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_batch_first(head, device):
+    """Hidden states [b, s, H] for [s, b, H], and their gradients; [T, H] as they are."""
+    (hidden, weight), of = given(device)
+    results = []
+    for batch_first in (False, True):
+        turned, teacher = (
+            x.detach().transpose(0, int(batch_first)).contiguous() for x in (hidden, of["teacher"])
+        )
+        made = HEADS[head](
+            turned.requires_grad_(), weight, {**of, "teacher": teacher}, batch_first=batch_first
+        )
+        (grad,) = torch.autograd.grad(made, turned, of["weights"])
+        results.append((made.detach(), grad.transpose(0, int(batch_first))))
+    assert_same_bits(*results)
+    (rows, _), of = given(device, "[T]")
+    made = HEADS[head](rows, weight, of, batch_first=True).detach()
+    torch.testing.assert_close(made.view(*hidden.shape[:2]).t(), results[0][0], rtol=2e-6, atol=2e-6)
 
 
 # --- numbers at the edge ----------------------------------------------------------------------------
