@@ -331,16 +331,12 @@ def comparable(inputs: HeadInputs, result: Parts, eager: Parts) -> dict[str, Cal
             told = finite & (held | torch.isfinite(eager[name]))
             if name in ("loss", "log_prob"):
                 told &= ~_ties_by_rounding(inputs)
-            selected[name] = partial(_select, tokens=told)
+            selected[name] = partial(torch.masked_select, mask=told)
         elif holds_gradients(inputs) and name == "grad_hidden":
             selected[name] = lambda grad: grad.transpose(0, 1)[held]
         elif holds_gradients(inputs) and bool(held.all()):
             selected[name] = lambda grad: grad
     return selected
-
-
-def _select(per_token: Tensor, tokens: Tensor) -> Tensor:
-    return per_token[tokens]
 
 
 def _ties_by_rounding(inputs: HeadInputs) -> Tensor:
@@ -388,78 +384,56 @@ def holds_gradients(inputs: HeadInputs) -> bool:
 
 # --- what hypothesis draws -------------------------------------------------------------------
 
-SIZES = st.integers(1, 24)
 #: Mostly 0; then towards where numbers vanish and where they overflow.
 LOG2 = st.just(0) | st.integers(-8, 8) | st.sampled_from((-140, -100, -24, 15, 40, 62))
+#: Of shards; one-token shards are the second most likely.
+ROWS = st.integers(1, 24) | st.just(1) | st.integers(60, 150)
 
 
 @st.composite
-def chunkings(draw: Any) -> dict[str, int]:
-    kind = draw(st.sampled_from(("none", "num_chunks", "chunk_tokens")))
-    return {} if kind == "none" else {kind: draw(st.integers(1, 30))}
+def problems(draw: Any, max_shards: int = 1) -> DrawnProblem:
+    def one(*values: Any) -> Any:
+        return draw(st.sampled_from(values))
 
-
-@st.composite
-def loss_options(draw: Any, vocab: int, labels: bool) -> dict[str, Any]:
-    """Any of the options of the loss, mostly few."""
-    taken = draw(st.sets(st.sampled_from(("z", "cap", "mask", "smoothing", "ignore")), max_size=3))
-    taken -= set() if labels else {"smoothing", "ignore"}
-    options: dict[str, Any] = {}
-    if "z" in taken:
-        options["z_loss"] = draw(st.sampled_from((1e-4, 1e-2)))
-    if "cap" in taken:
-        options["logit_softcap"] = draw(st.sampled_from((0.5, 5.0, 30.0)))
-    if "mask" in taken:
-        options["true_vocab_size"] = draw(st.integers(1, vocab))
-    num_classes = min(vocab, options.get("true_vocab_size", vocab))
-    if "smoothing" in taken and num_classes > 1:
-        options["label_smoothing"] = draw(st.sampled_from((0.1, 0.5)))
-        options["label_smoothing_form"] = draw(st.sampled_from(("megatron", "pytorch")))
-    options["ignore_index"] = draw(st.sampled_from((-100, -1, 0, vocab - 1))) if "ignore" in taken else None
-    return options
-
-
-@st.composite
-def problems(
-    draw: Any, max_shards: int = 1, labels: tuple[str, ...] = LABELS, strategies: tuple[str, ...] = STRATEGIES
-) -> DrawnProblem:
-    """``labels`` empty for a head without: no option of labels either."""
     num_shards = draw(st.integers(min(2, max_shards), max_shards))
-    # One-token shards are the second most likely.
-    rows = st.integers(1, 24) | st.just(1) | st.integers(60, 150)
-    shards = tuple(draw(rows) for _ in range(num_shards))
-    values = draw(st.sampled_from(VALUES))
+    shards = tuple(draw(ROWS) for _ in range(num_shards))
     sequence_parallel = num_shards > 1 and draw(st.booleans())
-    strategy = draw(st.sampled_from(strategies))
+    classes, chunks = draw(st.integers(1, sum(shards))), draw(st.integers(1, 30))
+    masked = one(False, False, True)
     config = FusedCEConfig(
-        strategy=strategy,
-        **draw(chunkings()),
-        **draw(loss_options(sum(shards), bool(labels))),
-        logit_scale=draw(st.sampled_from((1.0, 1.0, 0.25, -1.5, 2.0**-20))),
-        merge=draw(st.sampled_from(("packed", "all_reduce"))),
+        strategy=one(*STRATEGIES),
+        **one({}, {"num_chunks": chunks}, {"chunk_tokens": chunks}),
+        z_loss=one(0.0, 0.0, 1e-4, 1e-2),
+        logit_softcap=one(None, None, None, 0.5, 5.0, 30.0),
+        true_vocab_size=classes if masked else None,
+        label_smoothing=one(0.0, 0.0, 0.1, 0.5) if (classes if masked else sum(shards)) > 1 else 0.0,
+        label_smoothing_form=one("megatron", "pytorch"),
+        ignore_index=one(None, None, None, -100, -1, 0, sum(shards) - 1),
+        logit_scale=one(1.0, 1.0, 0.25, -1.5, 2.0**-20),
+        merge=one("packed", "all_reduce"),
         debug_checks=len(set(shards)) > 1,
     )
     return DrawnProblem(
         seed=draw(st.integers(0, 10**6)),
         s=draw(st.integers(1, 12)) * (num_shards if sequence_parallel else 1),
         b=draw(st.integers(1, 4)),
-        hidden_size=draw(SIZES),
+        hidden_size=draw(st.integers(1, 24)),
         shards=shards,
-        dtype=draw(st.sampled_from(DTYPES)),
-        values=values,
+        dtype=one(*DTYPES),
+        values=one(*VALUES),
         log2_hidden=draw(LOG2),
         log2_weight=draw(LOG2),
-        labels=draw(st.sampled_from(labels or ("any",))),
-        upstream=draw(st.sampled_from(UPSTREAMS)),
+        labels=one(*LABELS),
+        upstream=one(*UPSTREAMS),
         # Not below fp32's normal numbers: eager's check calls that nothing.
         log2_upstream=draw(LOG2.filter(lambda bits: bits > -126)),
-        strides=draw(st.tuples(*[st.sampled_from(STRIDES)] * 3)),
+        strides=(one(*STRIDES), one(*STRIDES), one(*STRIDES)),
         flat=draw(st.booleans()),
         int32=draw(st.booleans()),
-        temperature=draw(st.sampled_from(("", "", "number", "per token"))),
-        main_grad=draw(st.sampled_from(("", "fp32", "low"))),
+        temperature=one("", "", "number", "per token"),
+        main_grad=one("", "fp32", "low"),
         sequence_parallel=sequence_parallel,
         names_start=draw(st.booleans()),
-        log2_promise=draw(st.sampled_from((0, 0, 16, -24))),
+        log2_promise=one(0, 0, 16, -24),
         config=config,
     )
