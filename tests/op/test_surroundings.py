@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +12,6 @@ from warnings import catch_warnings
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import megatron_fused_ce
@@ -35,7 +32,6 @@ from megatron_fused_ce.planner import choose as planner
 from megatron_fused_ce.ranks import agreement
 from megatron_fused_ce.rl import token_log_probs
 from megatron_fused_ce.scripts.lib.reference import make_inputs, make_teacher, relative_error
-from tests.support.distillation import fused, make_problem
 from tests.support.op import STRATEGIES, at_odd_offset, leaves, run
 from tests.support.problems import same_bits
 
@@ -50,79 +46,8 @@ def assert_same_bits(made, expected):
         assert one.dtype == right.dtype and same_bits(one, right)
 
 
-@contextlib.contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
 def problem(device, dtype=torch.float32, **sizes):
     return make_inputs("odd-labels", **{**SIZES, **sizes}, dtype=dtype, device=device)
-
-
-# --- the default dtype ---------------------------------------------------------------------------
-
-
-def step(inputs, config, outputs=(), temperature=1.0) -> list[Tensor]:
-    """Loss, outputs and gradients."""
-    hidden, weight = leaves(inputs)
-    weights = inputs.grad_loss.masked_fill(inputs.grad_loss < -0.5, 0.0)
-    more = {"config": config, "token_weights": weights, "outputs": outputs, "temperature": temperature}
-    made = linear_cross_entropy(Call(hidden, weight, inputs.labels, **more))
-    made.loss.backward(weights)
-    return [x for x in (*made.outputs.values(), hidden.grad, weight.grad) if x is not None]
-
-
-#: Strategy, dtype and options of each: a rule over the source says it of all other calls.
-UNDER_ANOTHER = [
-    ("store", torch.float32, {"z_loss": 1e-3, "logit_softcap": 5.0, "true_vocab_size": 20}),
-    ("recompute", torch.bfloat16, {"label_smoothing": 0.3, "label_smoothing_form": "pytorch"}),
-    ("grad_in_forward", torch.float16, {"label_smoothing": 0.1}),
-    ("grad_in_forward", torch.bfloat16, {"skip_masked": True}),
-]
-
-
-@pytest.mark.parametrize(("strategy", "dtype", "options"), UNDER_ANOTHER)
-@pytest.mark.parametrize("other", [torch.float64, torch.bfloat16])
-def test_a_default_dtype_changes_no_bit(other, strategy, dtype, options, device):
-    """Lightning's half-precision plugin sets one around every forward. Cached under it, or before it."""
-    inputs = problem(device, dtype)
-    config = FusedCEConfig(strategy=strategy, num_chunks=2, **options)
-    outputs = ("lse", "entropy", "predicted") if strategy == "store" else ()
-    given = inputs, config, outputs, 0.5 + inputs.grad_loss.abs()
-    # Numbers that bf16 does not have: label_weights and beta.
-    teacher = make_problem(kind="jsd 0.1", with_labels=True, label_weights=0.3, dtype=dtype, device=device)
-
-    def made():
-        of_teacher = fused(teacher, teacher.config(num_chunks=2))
-        return [*step(*given), *of_teacher[0], *of_teacher[1:]]
-
-    expected = made()
-    for forgets in (True, False):  # made under the other, or found there
-        if forgets:
-            agreement.forget()
-        with default_dtype(other):
-            assert_same_bits(made(), expected)
-    assert_same_bits(made(), expected)  # looked up, made under the other
-
-
-def test_every_new_tensor_names_its_dtype():
-    """Else it has the caller's default."""
-    files = [file for room in ROOMS for file in (PACKAGE / room).rglob("*.py")]
-    unnamed = {
-        (file.name, ast.unparse(call.func))
-        for file in files
-        for call in ast.walk(ast.parse(file.read_text()))
-        if isinstance(call, ast.Call)
-        and ast.unparse(call.func) in MAKES_FLOATS
-        and all(keyword.arg != "dtype" for keyword in call.keywords)
-    }
-    # A graph's anchor, which has no numbers.
-    assert unnamed == {("autograd.py", "torch.zeros")}
 
 
 # --- the calls before ------------------------------------------------------------------------------
@@ -238,7 +163,7 @@ def of_outputs(hidden, weight, of, **more):
 
 def of_divergence(hidden, weight, of, **more):
     teacher = {"teacher_hidden": of["teacher"], "teacher_weight": weight.detach().roll(1, 0)}
-    more |= {"labels": of["labels"], "label_weights": of["weights"]}
+    more = {"labels": of["labels"], "label_weights": of["weights"], "beta": 0.1, **more}
     return fused_linear_distillation(hidden, weight, **teacher, divergence="jsd", **more).loss
 
 
@@ -260,22 +185,62 @@ HEADS = {
     "terms of several labels": lambda *x, **more: of_terms(x[2]["labels"].unsqueeze(-1), *x[:2], **more),
 }
 FIVE = list(HEADS)[:5]
+BENT = {"label_smoothing": 0.3, "z_loss": 1e-3, "logit_softcap": 5.0, "true_vocab_size": 20}
 EVERY_HEAD = pytest.mark.parametrize(
     ("head", "strategy", "options"),
     [
         *((head, strategy, {"num_chunks": 2}) for head in FIVE for strategy in ("recompute", "store")),
         *((head, "grad_in_forward", {"num_chunks": 2}) for head in ("loss", "top-K", "divergence")),
-        *(("loss", strategy, {"num_chunks": 1}) for strategy in STRATEGIES),
+        *(("loss", strategy, {"num_chunks": 1, **BENT}) for strategy in STRATEGIES),
         ("loss", "store", {"skip_masked": True}),
     ],
 )
 
 
-def losses_of(head, strategy, options, operands, buffers):
-    more = {"config": FusedCEConfig(strategy, **options)}
+def losses_of(head, strategy, options, operands, buffers, **more):
+    more["config"] = FusedCEConfig(strategy, **options)
     if strategy == "grad_in_forward" or "skip_masked" in options:
         more["token_weights"] = buffers["weights"]
     return HEADS[head](*operands, buffers, **more)
+
+
+@EVERY_HEAD
+def test_a_default_dtype_changes_no_bit(head, strategy, options, device):
+    """Lightning's half-precision plugin sets one around every forward; specs are made or found under it."""
+    operands, buffers = given(device)
+    operands, buffers["teacher"] = [x.detach().half() for x in operands], buffers["teacher"].half()
+    more = {"label_weights": 0.3} if head == "divergence" else {}  # no number of bf16, as jsd's beta
+
+    def made():
+        leaves = [x.clone().requires_grad_() for x in operands]
+        loss = losses_of(head, strategy, options, leaves, buffers, **more)
+        return [loss.detach(), *torch.autograd.grad(loss, leaves, buffers["weights"])]
+
+    expected = made()
+    for other in (torch.float64, torch.bfloat16, torch.float32):
+        agreement.forget()
+        torch.set_default_dtype(other)
+        try:
+            first, found = made(), made()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        for results in (first, found, made()):
+            assert_same_bits(results, expected)
+
+
+def test_every_new_tensor_names_its_dtype():
+    """Else it has the caller's default."""
+    files = [file for room in ROOMS for file in (PACKAGE / room).rglob("*.py")]
+    unnamed = {
+        (file.name, ast.unparse(call.func))
+        for file in files
+        for call in ast.walk(ast.parse(file.read_text()))
+        if isinstance(call, ast.Call)
+        and ast.unparse(call.func) in MAKES_FLOATS
+        and all(keyword.arg != "dtype" for keyword in call.keywords)
+    }
+    # A graph's anchor, which has no numbers.
+    assert unnamed == {("autograd.py", "torch.zeros")}
 
 
 @pytest.mark.parametrize("shape", ["[1, s]", "[2, s]", "[T]"])
