@@ -193,15 +193,8 @@ def compiled(kernel: Kernel, capability: int, on: tuple[str, ...]) -> Any:
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=kernel.launch.options)
 
 
-class Resources(NamedTuple):
-    """Of a thread, as ptxas counts them."""
-
-    registers: int
-    spilled_bytes: int
-
-
-def resources(ptx: str, capability: int) -> Resources:
-    """Assembles it again, with the assembler's words."""
+def resources(ptx: str, capability: int) -> tuple[int, int]:
+    """Registers and spilled bytes of a thread, as ptxas counts them."""
     # The newer of the two that triton brings: it takes any version of PTX that triton writes.
     ptxas = Path(nvidia.__file__).parent / "bin" / "ptxas-blackwell"
     arch = f"sm_{capability}{'a' if capability >= 90 else ''}"
@@ -215,7 +208,7 @@ def resources(ptx: str, capability: int) -> Resources:
     assert done.returncode == 0, done.stderr
     registers = re.findall(r"Used (\d+) registers", done.stderr)
     spilled = re.findall(r"(\d+) bytes spill stores", done.stderr)
-    return Resources(max(map(int, registers)), sum(map(int, spilled)))
+    return max(map(int, registers)), sum(map(int, spilled))
 
 
 def variants_of(kernel: Kernel) -> list[tuple[str, ...]]:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -146,25 +142,16 @@ def test_row_kernels_compile_without_a_gpu():
     assert done.stdout.count("bytes of shared memory") == 4
 
 
-#: By hand, FUSED_CE_ALL_CHIPS=1: those whose matrix units are another's of these, and minutes of a CPU.
-CHIPS = [80, 90, 100, *([89, 103, 120] if os.environ.get("FUSED_CE_ALL_CHIPS") else [])]
-#: By hand: pip install --no-deps --target .venv/triton-3.6.0 triton==3.6.0
-TRITON_3_6 = Path(sys.prefix) / "triton-3.6.0"
-
-
 @pytest.mark.rest
-@pytest.mark.parametrize("capability", CHIPS)
-@pytest.mark.parametrize("path", [None, TRITON_3_6], ids=["installed", "3.6"])
-def test_all_kernels_compile_for_other_chips(capability, path):
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_all_kernels_compile_for_other_chips(capability):
     """They fit, and nothing spills but the portable GEMM."""
-    if path is not None and not path.is_dir():
-        pytest.skip(f"no {path.name} in the environment")
-    done = without_interpreter("compile_triton.py", str(capability), path=path)
+    done = without_interpreter("compile_triton.py", str(capability))
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     assert done.stdout.count("bytes of shared memory") >= (10 if capability < 90 else 14)
     if capability >= 90:
-        cores = {90: "wgmma.mma_async", 100: "tcgen05.mma", 103: "tcgen05.mma", 120: "mma.sync"}
-        assert done.stdout.count(f"{cores[capability]} and cp.async.bulk.tensor") >= 2
+        cores = {90: "wgmma.mma_async", 100: "tcgen05.mma"}[capability]
+        assert done.stdout.count(f"{cores} and cp.async.bulk.tensor") >= 2
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e-3, 0.06, 0.124, 0.126, 1.0, 3.0, 40.0])

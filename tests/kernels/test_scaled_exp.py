@@ -286,44 +286,35 @@ def test_shards_far_apart(gap, product, device):
     """A vocabulary in two halves ``gap`` nats apart, labels on either: by hand, without ranks."""
     vocab, tokens = (512, 70) if ON_GPU else (144, 35)
     inputs = make_inputs("plain", s=tokens, b=1, hidden_size=32, vocab=vocab, dtype=EXP_DTYPE, device=device)
-    hidden, weight = inputs.hidden.flatten(0, 1), inputs.weight
+    hidden, labels, half = inputs.hidden.flatten(0, 1), inputs.labels[0], vocab // 2
     hidden[:, 0] = 1.0
-    weight[: vocab // 2, 0], weight[vocab // 2 :, 0] = gap / 2, -gap / 2
-    labels = inputs.labels[0]
-    shards = [weight[: vocab // 2], weight[vocab // 2 :]]
-    passes = ScaledExp(gemm=product)
+    inputs.weight[:half, 0], inputs.weight[half:, 0] = gap / 2, -gap / 2
+    shards, passes = inputs.weight.split(half), ScaledExp(gemm=product)
     sample = torch.cat([scaled_exp_rows.sample_rows(shard, sizes.SAMPLED_ROWS // 2) for shard in shards])
-    kept, scores, local, chunks = [], [], [], []
-    for index, shard in enumerate(shards):
-        local.append(labels - index * (vocab // 2))
-        kept.append(hidden.new_empty(tokens, vocab // 2))
-        chunks.append(Targets(local[-1]))
-        scores.append(passes.logits_gemm(hidden, shard, chunks[-1], sample, kept[-1]))
+    targets = [Targets(labels), Targets(labels - half)]
+    kept = [hidden.new_empty(tokens, half) for _ in shards]
+    scores = [
+        passes.logits_gemm(hidden, shard, of, sample, room)
+        for shard, of, room in zip(shards, targets, kept, strict=True)
+    ]
     merged = merge_shards(torch.stack([score.stats.shard for score in scores]))
-    loss, terms = merged.loss, merged.terms
-    z = hidden.double() @ weight.double().t()
-    exact = torch.nn.functional.cross_entropy(z, labels, reduction="none")
-    assert relative_error(loss, exact) < 1e-5
-    expected = z.softmax(-1)
-    expected[torch.arange(tokens), labels] -= 1
-    factor = torch.ones(tokens, device=device)
-    grad_hidden = torch.zeros(tokens, 32, dtype=torch.float64, device=device)
-    units = []
-    for index, shard in enumerate(shards):
-        row_scale = passes.finalize(kept[index], chunks[index], scores[index], merged)
-        units.append(row_scale)
-        saved = SavedChunk(None, kept[index], row_scale, terms)
-        grad = passes.grad_from_saved(saved, chunks[index], Upstream(factor), None)
+    z = hidden.double() @ inputs.weight.double().t()
+    assert relative_error(merged.loss, F.cross_entropy(z, labels, reduction="none")) < 1e-5
+    expected = z.softmax(-1) - F.one_hot(labels, vocab)
+    upstream, grad_hidden, units = Upstream(torch.ones(tokens, device=device)), 0, []
+    for shard, of, room, score, true in zip(
+        shards, targets, kept, scores, expected.split(half, 1), strict=True
+    ):
+        units.append(passes.finalize(room, of, score, merged))
+        saved = SavedChunk(None, room, units[-1], merged.terms)
+        grad = passes.grad_from_saved(saved, of, upstream, None)
         part = grad.matrix.double() * grad.row_scale.double()[:, None]
-        assert torch.isfinite(grad.matrix.float()).all()
-        columns = slice(index * (vocab // 2), (index + 1) * (vocab // 2))
-        room = torch.empty_like(kept[index])
-        again = passes.grad_recomputed(hidden, shard, chunks[index], terms, Upstream(factor), room, room)
+        room = torch.empty_like(room)
+        again = passes.grad_recomputed(hidden, shard, of, merged.terms, upstream, room, room)
         for got in (part, again.matrix.double()):
-            difference = (got - expected[:, columns]).norm()
-            assert difference < 4e-3 * max(expected[:, columns].norm(), 1e-30)
-        grad_hidden += part @ shard.double()
-    assert relative_error(grad_hidden, expected @ weight.double()) < 4e-3
+            assert (got - true).norm() < 4e-3 * max(true.norm(), 1e-30)
+        grad_hidden = grad_hidden + part @ shard.double()
+    assert relative_error(grad_hidden, expected @ inputs.weight.double()) < 4e-3
     assert torch.equal(*units), "grad_hidden is reduced before its rows are multiplied by their unit"
 
 

@@ -135,15 +135,13 @@ def with_odd_rows(tensor: torch.Tensor) -> torch.Tensor:
     return room[..., :-1].copy_(tensor)
 
 
-def without_interpreter(
-    script: str, *words: str, path: Path | None = None
-) -> subprocess.CompletedProcess[str]:
-    """A script of tests/kernels, run by a Python whose triton compiles; ``path`` has another triton."""
+def without_interpreter(script: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """A script of tests/kernels, run by a Python whose triton compiles."""
     root = Path(__file__).resolve().parents[2]
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     return subprocess.run(
         [sys.executable, str(root / "tests" / "kernels" / script), *words],
-        env=environment | {"PYTHONPATH": os.pathsep.join(map(str, filter(None, (path, root))))},
+        env=environment | {"PYTHONPATH": str(root)},
         capture_output=True,
         text=True,
         timeout=300,
