@@ -57,7 +57,7 @@ LOSSES = [
 ]
 #: A softcap, one temperature for all tokens, and labels of no class.
 OUTSIDE = DrawnProblem(
-    seed=1, s=5, b=2, hidden_size=8, shards=(19,), dtype=torch.float32, labels="some outside",
+    seed=1, s=5, b=2, hidden_size=8, shards=(19,), dtype=torch.float32, values="odd-labels",
     temperature="number", config=FusedCEConfig(strategy="store", logit_softcap=2.0),
 )  # fmt: skip
 

@@ -17,13 +17,12 @@ from megatron_fused_ce import FusedCEConfig
 from megatron_fused_ce.head.autograd import linear_cross_entropy
 from megatron_fused_ce.head.call import Call
 from megatron_fused_ce.head.grad_weight import InPlaceGradWeight
-from megatron_fused_ce.scripts.lib.reference import FLOOR, HeadInputs, relative_error
+from megatron_fused_ce.scripts.lib.reference import FLOOR, KINDS, HeadInputs, make_inputs, relative_error
 from tests.support.op import DTYPES
 from tests.support.ranks import Rank, RankProcesses
 from tests.support.roundings import Roundings
 
-VALUES = ("normal", "equal", "sparse", "integers", "outlier", "peaked", "near")
-LABELS = ("any", "one", "edges", "outside", "some outside")
+LABELS = ("any", "one", "edges", "outside")
 UPSTREAMS = ("normal", "mask", "one token", "zeros", "equal", "uneven")
 STRATEGIES = ("store", "grad_in_forward", "recompute", "auto")
 STRIDES = ("contiguous", "transposed", "columns of more", "every second row", "expanded")
@@ -39,7 +38,7 @@ class DrawnProblem:
     hidden_size: int
     shards: tuple[int, ...]  # rows of each
     dtype: torch.dtype
-    values: str = "normal"
+    values: str = "plain"
     log2_hidden: int = 0
     log2_weight: int = 0
     labels: str = "any"
@@ -59,87 +58,46 @@ class DrawnProblem:
     def vocab(self) -> int:
         return sum(self.shards)
 
-    def generator(self, stream: int) -> torch.Generator:
-        return torch.Generator().manual_seed(1000 * self.seed + stream)
-
     def inputs(self) -> HeadInputs:
         """Contiguous, over the whole vocabulary."""
-        hidden, weight = self._operands()
-        labels = self._labels()
-        if self.values == "peaked":
-            rows = weight[labels.t().clamp(0, self.vocab - 1)]
-            hidden = 0.1 * hidden + 12 * rows / rows.square().sum(-1, keepdim=True).clamp(min=1e-3)
+        sizes = {"s": self.s, "b": self.b, "hidden_size": self.hidden_size, "vocab": self.vocab}
+        made = make_inputs(self.values, **sizes, dtype=torch.float32, seed=self.seed)
+        generator = torch.Generator().manual_seed(self.seed + 1)
         largest = torch.finfo(self.dtype).max / 2
-        hidden = (hidden * 2.0**self.log2_hidden).clamp(-largest, largest)
-        weight = (weight * 2.0**self.log2_weight).clamp(-largest, largest)
-        return HeadInputs(
-            hidden.to(self.dtype),
-            weight.to(self.dtype),
-            labels,
-            self._upstream() * 2.0**self.log2_upstream,
-            self.config.logit_scale,
-            self.config,
-            self._temperature(),
+        hidden, weight = (
+            (x * 2.0**bits).clamp(-largest, largest).to(self.dtype)
+            for x, bits in ((made.hidden, self.log2_hidden), (made.weight, self.log2_weight))
         )
+        labels, upstream = self._labels(made.labels, generator), self._upstream(made.grad_loss, generator)
+        temperature = None
+        if self.temperature:
+            drawn = torch.rand((1, 1) if self.temperature == "number" else labels.shape, generator=generator)
+            temperature = (2 * drawn - 0.7).exp().expand(labels.shape).contiguous()
+        upstream = upstream * 2.0**self.log2_upstream
+        return HeadInputs(hidden, weight, labels, upstream, self.config.logit_scale, self.config, temperature)
 
     def token_weights(self, inputs: HeadInputs) -> Tensor:
         """What ``grad_in_forward`` is promised."""
         return inputs.grad_loss * -(2.0**-self.log2_promise)
 
-    def _temperature(self) -> Tensor | None:
-        if not self.temperature:
-            return None
-        shape = (1, 1) if self.temperature == "number" else (self.b, self.s)
-        drawn = torch.rand(shape, generator=self.generator(3))
-        return (2 * drawn - 0.7).exp().expand(self.b, self.s).contiguous()
-
-    def _operands(self) -> tuple[Tensor, Tensor]:
-        generator, kind = self.generator(0), self.values
-        hidden = torch.randn(self.s, self.b, self.hidden_size, generator=generator)
-        weight = torch.randn(self.vocab, self.hidden_size, generator=generator)
-        weight /= self.hidden_size**0.5
-        if kind == "equal":
-            weight = weight[:1].repeat(self.vocab, 1)
-        elif kind == "sparse":
-            for x in (hidden, weight):
-                x[torch.rand(x.shape, generator=generator) < 0.8] *= 0.0  # of both signs
-        elif kind == "integers":
-            hidden, weight = hidden.round(), (2 * weight).round()
-        elif kind == "outlier":
-            weight.view(-1)[self.seed % weight.numel()] = 64.0
-        elif kind == "near":
-            hidden[..., 0], weight[:, 0] = 8.0, -10.0 if self.seed % 2 else 10.0
-        return hidden, weight
-
-    def _labels(self) -> Tensor:
-        generator, vocab = self.generator(1), self.vocab
-        shape = (self.b, self.s)
-        inside = torch.randint(0, vocab, shape, generator=generator)
+    def _labels(self, drawn: Tensor, generator: torch.Generator) -> Tensor:
+        """As int32 has them, too."""
         firsts = torch.tensor(self.shards).cumsum(0)
-        edges = torch.cat((firsts - 1, firsts[:-1], torch.tensor([0])))
-        outside = torch.tensor([-1, -100, vocab, vocab + 1, 2**31 - 1])
-        chosen = torch.rand(shape, generator=generator) < 0.3
+        ids = {
+            "one": drawn.flatten()[:1],
+            "edges": torch.cat((firsts - 1, firsts[:-1], torch.tensor([0]))),
+            "outside": torch.tensor([-1, -100, self.vocab, self.vocab + 1, 2**31 - 1]),
+        }.get(self.labels, drawn.flatten())
+        if self.labels != "any":
+            drawn = ids[torch.randint(0, len(ids), drawn.shape, generator=generator)]
+        return drawn.clamp(max=2**31 - 1)
 
-        def of(ids: Tensor) -> Tensor:
-            return ids[torch.randint(0, len(ids), shape, generator=generator)]
-
-        return {
-            "any": inside,
-            "one": inside.flatten()[:1].expand(shape).clone(),
-            "edges": of(edges),
-            "outside": of(outside),
-            "some outside": torch.where(chosen, of(outside), inside),
-        }[self.labels]
-
-    def _upstream(self) -> Tensor:
-        generator = self.generator(2)
-        normal = torch.randn(self.b, self.s, generator=generator)
-        mask = (torch.rand(self.b, self.s, generator=generator) < 0.7).float()
+    def _upstream(self, normal: Tensor, generator: torch.Generator) -> Tensor:
         one = torch.zeros_like(normal)
-        one.view(-1)[self.seed % max(1, one.numel()) :][:1] = 1.5
+        one.view(-1)[self.seed % one.numel()] = 1.5
         return {
             "normal": normal,
-            "mask": mask,
+            "mask": (torch.rand(normal.shape, generator=generator) < 0.7).float(),
             "one token": one,
             "zeros": torch.zeros_like(normal),
             "equal": torch.ones_like(normal),
@@ -420,7 +378,7 @@ def problems(draw: Any, max_shards: int = 1) -> DrawnProblem:
         hidden_size=draw(st.integers(1, 24)),
         shards=shards,
         dtype=one(*DTYPES),
-        values=one(*VALUES),
+        values=one(*KINDS),
         log2_hidden=draw(LOG2),
         log2_weight=draw(LOG2),
         labels=one(*LABELS),
