@@ -48,8 +48,6 @@ MOST_SPILLED = {"plain": 1024, "all options": 6144}
 #: Kernels of the scaled-exp path alone, which loads by TMA: not for older chips.
 OF_SCALED_EXP = ("scaled_exp", "grad_logits", "row_prologue", "combine_tiles", "finalize_rows", "tile_table")
 TMA_SINCE = 90
-#: Compiled plain alone: as 80 and 100, but for shared memory and the assembler.
-PLAIN_ALONE = (89, 103)
 
 TYPES = {
     "label_ptr": "*i64",
@@ -224,8 +222,7 @@ def on_each_chip(capabilities: list[int], named: list[str]) -> Iterator[str]:
         for name, kernel in KERNELS.items():
             if name not in named or (name in OF_SCALED_EXP and capability < TMA_SINCE):
                 continue
-            variants = variants_of(kernel)
-            for on in variants[:1] if capability in PLAIN_ALONE else variants:
+            for on in variants_of(kernel):
                 made = compiled(kernel, capability, on)
                 ptx = made.asm["ptx"]
                 registers, spilled = resources(ptx, capability)

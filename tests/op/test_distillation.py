@@ -287,23 +287,6 @@ def test_a_promise_kept_and_broken(kind, device):
         assert_right(problem, fused(problem, config, token_weights=problem.upstream.exp()))
 
 
-@pytest.mark.parametrize("upstream", ["negative", "large", "tiny"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_upstream_gradients(strategy, dtype, upstream, device):
-    """fp16's gradients keep their digits whatever the size of the upstream gradient."""
-    size = {"negative": -1.0, "large": 2.0**10, "tiny": 2.0**-12}[upstream]
-    problem = make_problem(kind="reverse_kl", dtype=dtype, device=device)
-    problem = replace(problem, upstream=problem.upstream.abs() * size)
-    made, exact = run(problem, strategy), plain(problem, torch.float64)
-    half = dtype == torch.float16
-    for value, true in zip(made[1:], exact[1:], strict=True):
-        assert true is not None and value is not None
-        # What the results' own dtype rounds them by: below 2**-14 fp16 has steps of 2**-24.
-        bound = (4e-3 if half else 4e-6) * true.norm() + half * 2.0**-25 * value.numel() ** 0.5
-        assert (value.double() - true).norm() <= bound
-
-
 def test_a_budget(device):
     """Of 6 MiB where ``store`` needs 9: a mixed plan, whose buffers are within it; into ``main_grad``."""
     if device.type == "cuda":
