@@ -87,16 +87,6 @@ def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] 
     return None
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """After a long run: how many examples were tried of what."""
-    problems = sys.modules.get("tests.support.problems")
-    if problems is None or hypothesis.settings.default.max_examples < 10_000:
-        return
-    terminalreporter.section("tried")
-    for name, count in sorted(problems.TRIED.items()):
-        terminalreporter.write_line(f"{count:7d}  {name}")
-
-
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megatron_fused_ce import DistillationOutputs, FusedCEConfig, fused_linear_distillation
+from megatron_fused_ce import FusedCEConfig, fused_linear_distillation
 from megatron_fused_ce.distillation.teacher import Distillation
 from megatron_fused_ce.head.autograd import linear_cross_entropy
 from megatron_fused_ce.head.call import Call
@@ -75,8 +75,13 @@ def test_against_fp64(values, kind, option, dtype, teacher_dtype, strategy, temp
     assert_right(problem, run(problem, strategy, num_chunks))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("s", "b", "vocab"), [(1, 1, 331), (1, 3, 5), (4096, 1, 61), (5, 2, 1)])
+@pytest.mark.parametrize(
+    ("kind", "s", "b", "vocab"),
+    [
+        *(("forward_kl", 1, 1, 331), ("reverse_kl", 1, 3, 5), ("jsd", 4096, 1, 61), ("jsd 0.1", 5, 2, 1)),
+        *(("jsd 0.9", 1, 1, 331), ("forward_kl", 4096, 1, 61), ("reverse_kl", 5, 2, 1)),
+    ],
+)
 def test_sizes(s, b, vocab, kind, device):
     """One token, more tokens than classes, a single class."""
     problem = make_problem(s=s, b=b, vocab=vocab, sizes=(8, 4), kind=kind, device=device, temperature=2.0)
@@ -140,13 +145,11 @@ def test_logits_in_fp32(strategy, dtype, teacher_dtype, device):
 @pytest.mark.parametrize(
     ("values", "strategy", "dtype", "config"),
     [
-        *zip(
-            ("plain", "sure student", "wide student") * 4,
-            (*STRATEGIES, "mixed") * 3,
-            [dtype for dtype in DTYPES for _ in range(4)],
-            [{}] * 12,
-            strict=True,
+        *(
+            (values, STRATEGIES[i % 3], DTYPES[i // 2], {})
+            for i, values in enumerate(("plain", "wide student") * 3)
         ),
+        ("sure student", "mixed", torch.bfloat16, {}),
         ("sure student", "store", EXP_DTYPE, {"rows": "triton"}),
         pytest.param("sure student", "store", EXP_DTYPE, {"logits_backend": "scaled_exp"}, marks=needs_exp),
     ],
@@ -273,47 +276,6 @@ def test_an_ignored_label_of_a_call_without_labels(device):
         assert_right(problem, made)
 
 
-@pytest.mark.parametrize("kind", ["forward_kl", "jsd"])
-@pytest.mark.parametrize("strategy", [*STRATEGIES, "mixed"])
-def test_main_grad(strategy, kind, device):
-    """And hidden states ``[T, H]``, as packed sequences have them."""
-    problem = make_problem(kind=kind, with_labels=True, label_weights="per token", device=device)
-    per_token = problem.labels, problem.upstream, problem.label_weights
-    labels, upstream, label_weights = (x.t().flatten() for x in per_token)
-    hidden, weight = leaves(problem)
-    main_grad = torch.full_like(weight, 2.0**-10)
-    with strategy_in_place(strategy) as name:
-        call = call_of(
-            problem, (hidden.flatten(0, 1), weight), problem.config(strategy=name, num_chunks=3),
-            labels=labels, label_weights=label_weights, token_weights=upstream,
-            outputs=("divergence", "log_prob", "teacher_log_prob"),
-            open_grad_weight=partial(open_main_grad, main_grad),
-        )  # fmt: skip
-        loss = linear_cross_entropy(call).loss
-        loss.backward(upstream)
-    outputs = run(problem, strategy).outputs._replace(loss=loss.detach().view(19, 3).t())
-    assert weight.grad is None
-    assert_right(problem, DistillationResult(outputs, hidden.grad, main_grad - 2.0**-10))
-
-
-@pytest.mark.parametrize("kind", ["forward_kl", "jsd"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_skipped_tokens(strategy, kind, device):
-    """Tokens of weight 0 take part in no GEMM of either side, and have no results."""
-    problem = make_problem(s=130, b=2, kind=kind, with_labels=True, label_weights="per token", device=device)
-    skipped = torch.rand(2, 130, generator=torch.Generator().manual_seed(1)) < 0.7
-    upstream = problem.upstream.masked_fill(skipped.to(device), 0.0)
-    problem = replace(problem, upstream=upstream)
-    config = problem.config(strategy=strategy, num_chunks=3, skip_masked=True)
-    made = fused(problem, config, token_weights=upstream / 1.5)
-    left_out = upstream == 0
-    for value in made.outputs:
-        assert not value[left_out].any()
-    every = run(problem).outputs
-    outputs = [value.where(left_out, of_it) for value, of_it in zip(every, made.outputs, strict=True)]
-    assert_right(problem, DistillationResult(DistillationOutputs(*outputs), *made[1:]))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_promise_kept_and_broken(kind, device):
     """Token weights that the upstream gradient is a multiple of, and others."""
@@ -325,30 +287,15 @@ def test_a_promise_kept_and_broken(kind, device):
         assert_right(problem, fused(problem, config, token_weights=problem.upstream.exp()))
 
 
-@pytest.mark.parametrize("upstream", ["0", "negative", "large", "tiny"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_upstream_gradients(strategy, dtype, upstream, device):
-    """fp16's gradients keep their digits whatever the size of the upstream gradient."""
-    size = {"0": 0.0, "negative": -1.0, "large": 2.0**10, "tiny": 2.0**-12}[upstream]
-    problem = make_problem(kind="reverse_kl", dtype=dtype, device=device)
-    problem = replace(problem, upstream=problem.upstream.abs() * size)
-    made, exact = run(problem, strategy), plain(problem, torch.float64)
-    half = dtype == torch.float16
-    for value, true in zip(made[1:], exact[1:], strict=True):
-        assert true is not None and value is not None
-        # What the results' own dtype rounds them by: below 2**-14 fp16 has steps of 2**-24.
-        bound = (4e-3 if half else 4e-6) * true.norm() + half * 2.0**-25 * bool(size) * value.numel() ** 0.5
-        assert (value.double() - true).norm() <= bound
-
-
 def test_a_budget(device):
-    """Of 6 MiB where ``store`` needs 9: a mixed plan, whose buffers are within it."""
+    """Of 6 MiB where ``store`` needs 9: a mixed plan, whose buffers are within it; into ``main_grad``."""
     if device.type == "cuda":
         pytest.skip("cuBLAS's workspaces alone are more")
     problem = make_problem(s=4096, b=1, vocab=331, sizes=(16, 24), kind="reverse_kl", device=device)
     hidden, weight = leaves(problem)
-    call = call_of(problem, (hidden, weight), problem.config(memory_mb=6), outputs=("divergence",))
+    main_grad = torch.full_like(weight, 2.0**-10)
+    opened = {"open_grad_weight": partial(open_main_grad, main_grad)}
+    call = call_of(problem, (hidden, weight), problem.config(memory_mb=6), outputs=("divergence",), **opened)
     # Row passes in plain PyTorch work in copies of fewer rows than a chunk has.
     with patch.object(rows_torch, "BLOCK_ELEMENTS", 16 * 331), LiveStorages() as live:
         made = linear_cross_entropy(call)
@@ -357,7 +304,7 @@ def test_a_budget(device):
     grads = hidden.nbytes + weight.nbytes
     assert 4 * 2**20 < live.peak_bytes <= made.plan.predicted_peak_bytes + grads
     result = DistillationResult(
-        run(problem).outputs._replace(loss=made.loss.detach()), hidden.grad, weight.grad
+        run(problem).outputs._replace(loss=made.loss.detach()), hidden.grad, main_grad - 2.0**-10
     )
     assert_right(problem, result)
 
@@ -381,16 +328,12 @@ def test_token_divergence(device):
     assert error.norm() < 4e-3 * exact.grad_hidden.norm()
 
 
-def test_what_would_be_wrong_in_silence(device):
-    """A layout that nobody named, tensors that no backward could save."""
-    problem = make_problem(kind="reverse_kl", device=device)
-    given = problem.operands
-    with pytest.raises(ValueError, match="give batch_first=True for"):
-        token_divergence(*given)
+def test_a_teacher_that_no_backward_could_save(device):
+    problem = make_problem(device=device)
     with torch.inference_mode():
-        made = [x.clone() for x in given[2:]]
+        made = [x.clone() for x in problem.operands[2:]]
     with pytest.raises(ValueError, match=r"run the teacher under torch\.no_grad"):
-        fused_linear_distillation(*given[:2], *made)
+        fused_linear_distillation(*problem.operands[:2], *made)
 
 
 def test_a_call_without_outputs_of_which_no_token_is_left(device):

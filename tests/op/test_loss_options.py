@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,14 +13,7 @@ import torch.nn.functional as F
 from megatron_fused_ce import (
     FusedCEConfig,
     fused_linear_cross_entropy,
-    fused_linear_distillation,
-    fused_linear_loss,
-    fused_linear_token_outputs,
-    fused_linear_topk_distillation,
-    losses,
 )
-from megatron_fused_ce.planner import choose as planner
-from megatron_fused_ce.rl import token_log_probs
 from megatron_fused_ce.scripts.lib import gloo
 from megatron_fused_ce.scripts.lib.reference import (
     LOSS_OPTIONS,
@@ -111,91 +103,6 @@ def test_as_megatron_smooths_labels_on_one_rank(tmp_path):
         dist.destroy_process_group()
     for ours, theirs in zip(result, (loss.detach(), hidden.grad, weight.grad), strict=True):
         assert relative_error(ours, theirs) < 4e-6
-
-
-def _several(function):
-    def of_one(hidden, weight, labels, **given):
-        return function(hidden, weight, labels.unsqueeze(-1), **given)
-
-    return of_one
-
-
-def _topk(hidden, weight, labels, **given):
-    teacher = labels.unsqueeze(-1), torch.zeros(*labels.shape, 1, device=labels.device)
-    return fused_linear_topk_distillation(hidden, weight, *teacher, **given)
-
-
-def _distillation(hidden, weight, labels, **given):
-    teacher = hidden.detach(), weight.detach().flip(1)
-    return fused_linear_distillation(hidden, weight, *teacher, labels=labels, **given).loss
-
-
-def _log_prob(*operands, **given):
-    return token_log_probs(*operands, **given).log_prob
-
-
-def _first_term(*operands, **given):
-    return fused_linear_loss(*operands, {"loss": losses.CrossEntropy()}, **given)["loss"]
-
-
-#: A loss of each public function, whether a label of -100 is ignored, and whether it may store the logits.
-FUNCTIONS = {
-    "cross_entropy": (fused_linear_cross_entropy, True, True),
-    "token_outputs": (
-        lambda *x, **of: fused_linear_token_outputs(*x, ("log_prob",), **of).log_prob,
-        True,
-        True,
-    ),
-    "loss": (_first_term, True, True),
-    "loss, several labels": (_several(_first_term), False, True),
-    "topk_distillation": (_topk, None, False),
-    "distillation": (_distillation, False, False),
-    "log_probs": (_log_prob, False, False),
-    "log_probs, several labels": (_several(_log_prob), False, False),
-}
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_defaults_of_each_function(name, device):
-    """Which ignore -100, if nothing is said; an explicit word is obeyed. Which may store the logits."""
-    function, ignores, may_store = FUNCTIONS[name]
-    inputs = problem("plain", torch.float32, device)
-    inputs.labels[:, 1] = -100
-    planned, plan = [], planner.plan
-
-    def losses_of(**given):
-        with patch.object(planner, "plan", lambda of: planned.append(of) or plan(of)):
-            made = function(inputs.hidden, inputs.weight, inputs.labels, **given)
-        return made.flatten(1)
-
-    none = losses_of(config=FusedCEConfig(ignore_index=None))
-    made = losses_of()
-    assert [inputs.may_store for inputs in planned] == [may_store] * 2
-    assert torch.equal(made == 0, (inputs.labels == -100) & bool(ignores)) or ignores is None
-    assert torch.equal(made[:, 0], none[:, 0]) and (none.all() or ignores is None)
-    if ignores is not None and "several" not in name:
-        label = int(inputs.labels[0, 0])
-        assert torch.equal(losses_of(config=FusedCEConfig(ignore_index=label)) == 0, (inputs.labels == label))
-    if may_store and "several" not in name:
-        planned.clear()
-        losses_of(token_weights=torch.ones_like(made), config=FusedCEConfig(num_chunks=3))
-        assert not planned[0].may_store
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_batch_first(name, device):
-    """Hidden states [b, s, H] for [s, b, H], and their gradients; [T, H] as they are."""
-    function, *_ = FUNCTIONS[name]
-    inputs, grads = problem("plain", torch.float32, device), []
-    for batch_first in (False, True):
-        hidden = inputs.hidden.transpose(0, int(batch_first)).contiguous().requires_grad_()
-        made = function(hidden, inputs.weight, inputs.labels, batch_first=batch_first)
-        (made.flatten(2).sum(-1) if made.dim() == 3 else made).backward(inputs.grad_loss)
-        grads.append((made.detach(), hidden.grad.transpose(0, int(batch_first))))
-    for one, other in zip(*grads, strict=True):
-        assert torch.equal(one, other)
-    rows = hidden.detach().flatten(0, 1), inputs.weight, inputs.labels.flatten()
-    assert relative_error(function(*rows, batch_first=True).flatten(), made.detach().flatten()) < 2e-6
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

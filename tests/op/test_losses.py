@@ -9,7 +9,6 @@ import torch
 
 from megatron_fused_ce import (
     FusedCEConfig,
-    fused_linear_cross_entropy,
     fused_linear_loss,
     fused_linear_topk_distillation,
     losses,
@@ -18,15 +17,12 @@ from megatron_fused_ce.losses.terms import Pull, Term
 from megatron_fused_ce.scripts.lib.reference import KINDS, make_inputs, relative_error
 from tests.support import pairs
 from tests.support.losses import (
-    LOSSES,
     TABLE,
     Focal,
     Loss,
-    MeanSquare,
     Unlikelihood,
     compare,
     problem,
-    true_value,
 )
 from tests.support.op import EXP_DTYPE, STRATEGIES, rows_by
 
@@ -40,11 +36,20 @@ BACKENDS = {
     "triton": (EXP_DTYPE, {"logits_backend": "gemm_rows"}),
     "scaled_exp": (EXP_DTYPE, {"logits_backend": "scaled_exp"}),
 }
+#: One chunk, ragged last ones, more than there are tokens, and their number of 8 to 12 positions of 3.
+CHUNKINGS = {
+    "4 chunks": ({"num_chunks": 4}, 4),
+    "1 chunk": ({"chunk_tokens": 4096}, 1),
+    "5 chunks": ({"num_chunks": 5}, 5),
+    "7 tokens": ({"chunk_tokens": 7}, 5),
+    "1000 chunks": ({"num_chunks": 1000}, 8),
+}
 AXES = {
     "name": tuple(TABLE),
     "strategy": (*STRATEGIES, "mixed"),
     "backend": tuple(BACKENDS),
     "kind": KINDS,
+    "chunking": tuple(CHUNKINGS),
 }
 
 
@@ -61,7 +66,7 @@ def refusal(loss: Loss, strategy: str) -> str:
 ROWS = [
     *(tuple(row.values()) for row in pairs.generate(AXES)),
     *(
-        (name, strategy, "scaled_exp", "plain")
+        (name, strategy, "scaled_exp", "plain", "4 chunks")
         for name, loss in TABLE.items()
         for strategy in ("store", "grad_in_forward")
         if not refusal(loss, strategy)
@@ -72,7 +77,7 @@ CASES = [pytest.param(*row, id="-".join(map(str, row))) for row in dict.fromkeys
 
 @pytest.mark.parametrize(tuple(AXES), CASES)
 @pytest.mark.filterwarnings("ignore:.*(promise|upstream gradient)")
-def test_against_fp64(name, strategy, backend, kind, device):
+def test_against_fp64(name, strategy, backend, kind, chunking, device):
     dtype, options = BACKENDS[backend]
     tokens = 8 if backend in ("triton", "scaled_exp") and device.type == "cpu" else 12  # interpreted
     loss, sizes = TABLE[name], {"s": tokens, "b": 3, "hidden_size": 32, "vocab": 136}
@@ -82,7 +87,8 @@ def test_against_fp64(name, strategy, backend, kind, device):
         kind = "plain"  # beyond its softcap, where the entropy's gradient is below any rounding of a tanh
     if strategy == "grad_in_forward" and loss.temperatures:
         strategy = "store"  # the other upstream gradients must be known
-    inputs = replace(problem(kind, dtype, device, loss.options, **sizes), gemms=4)
+    chunks, gemms = CHUNKINGS[chunking]
+    inputs = replace(problem(kind, dtype, device, loss.options, **sizes), gemms=gemms)
     if loss.temperatures:
         inputs = replace(inputs, temperature=inputs.grad_loss.abs() + 0.5)
     if backend == "scaled_exp" and (words := refusal(loss, strategy)):
@@ -90,15 +96,7 @@ def test_against_fp64(name, strategy, backend, kind, device):
             compare(loss, inputs, strategy, **options)
     else:
         with rows_by("triton" if backend == "triton" else "auto"):
-            compare(loss, inputs, strategy, chunk_tokens=None, num_chunks=4, **options)
-
-
-def test_a_plain_loss_has_the_bits_of_the_plain_function(device):
-    inputs = make_inputs("odd-labels", **SIZES, dtype=torch.float32, device=device)
-    args = inputs.hidden, inputs.weight, inputs.labels
-    assert torch.equal(
-        fused_linear_loss(*args, {"x": losses.CrossEntropy()})["x"], fused_linear_cross_entropy(*args)
-    )
+            compare(loss, inputs, strategy, **{"chunk_tokens": None, **chunks, **options})
 
 
 @dataclass(frozen=True)
@@ -130,19 +128,6 @@ def test_outputs_are_the_callers_own(strategy, device):
     log_p = (hidden.double() @ plain.t()).log_softmax(-1)[range(6), labels]
     (w * (1 - log_p.exp()) - log_p).sum().backward()
     assert relative_error(weight.grad, plain.grad) < 2e-6
-
-
-def test_an_ignored_first_output_without_a_label(device):
-    hidden, weight = torch.randn(4, 8, device=device), torch.randn(9, 8, device=device).requires_grad_()
-    config = FusedCEConfig(ignore_index=1, strategy="grad_in_forward")
-    given = hidden, weight, torch.arange(4, device=device), {"e": losses.Entropy()}
-    made = fused_linear_loss(*given, token_weights=torch.ones(4, device=device), config=config)["e"]
-    made.sum().backward()
-    plain = weight.detach().double().requires_grad_()
-    log_p = (hidden.double() @ plain.t()).log_softmax(-1)
-    true = -(log_p.exp() * log_p).sum(-1)
-    true.sum().backward()
-    assert relative_error(made, true) < 2e-6 and relative_error(weight.grad, plain.grad) < 2e-6
 
 
 def test_an_output_alone_meets_no_slope_of_the_loss(device):
@@ -180,22 +165,6 @@ def test_a_users_term_has_its_own_upstream(several, device):
     assert torch.equal(*grads) and (upstream == 1).all()
 
 
-def test_fp16_counts_the_upstreams_of_all_outputs(device):
-    weight = torch.full((40, 16), 15.9, device=device, dtype=torch.float16)
-    hidden = torch.randn(6, 16, device=device, dtype=torch.float16, requires_grad=True)
-    labels = torch.arange(6, device=device)
-    weight[20:] *= -1
-    terms = {"loss": losses.CrossEntropy()} | {
-        f"z{i}": losses.Lse() + 0.0 * losses.ZLoss(i) for i in range(40)
-    }
-    made = fused_linear_loss(hidden, weight, labels, terms)
-    torch.stack(list(made.values())).sum().backward()
-    plain = hidden.detach().double().requires_grad_()
-    s = plain @ weight.double().t()
-    (40 * s.logsumexp(1).sum() + torch.nn.functional.cross_entropy(s, labels, reduction="sum")).backward()
-    assert relative_error(hidden.grad, plain.grad) < 1e-3
-
-
 @pytest.mark.parametrize("k", [1, 2048])
 def test_fp16_counts_the_upstreams_of_a_token_once(k, device):
     weight = torch.randn(4000, 16, device=device, dtype=torch.float16, requires_grad=True)
@@ -226,103 +195,6 @@ def test_a_teachers_shares_of_any_sum_stay_finite_in_fp16(strategy, device):
     true = torch.autograd.grad(-(plain[0] @ plain[1].t()).log_softmax(-1).gather(1, ids[:, :1]).sum(), plain)
     for ours, right in zip((hidden.grad, weight.grad), true, strict=True):
         assert relative_error(ours, right) < 2e-3
-
-
-def test_ignored_tokens(device):
-    """Outputs of the label are 0 for them, others are not."""
-    inputs = make_inputs("plain", **SIZES, dtype=torch.float32, device=device)
-    ignored, terms = inputs.labels == inputs.labels[0, 0], {"loss": Focal(2.0), "height": MeanSquare()}
-    terms["each"] = losses.LogProbs()
-    config = FusedCEConfig(ignore_index=int(inputs.labels[0, 0]))
-    hidden = inputs.hidden.clone().requires_grad_()
-    made = fused_linear_loss(hidden, inputs.weight, inputs.labels, terms, config=config)
-    assert torch.equal(made["loss"] == 0, ignored) and (made["height"] > 0).all()
-    assert torch.equal(made["each"] == 0, ignored.unsqueeze(-1))
-    (made["loss"].sum() + made["each"].sum()).backward()
-    assert not hidden.grad[ignored.t()].any() and hidden.grad[~ignored.t()].any()
-
-
-@pytest.mark.parametrize("name", [name for name in LOSSES if name != "all outputs"])
-def test_check_takes_what_is_right(name):
-    for term in LOSSES[name].values():
-        if term.gives:
-            losses.check(term, lambda s, labels, term=term: true_value(term, s, labels))
-
-
-@dataclass(frozen=True)
-class OfThree(Unlikelihood):
-    """Which takes three labels alone."""
-
-    fault: bool = False
-
-    def value(self, rows):
-        assert len(rows.known_labels) == 3
-        return super().value(rows)
-
-    def pull(self, rows, upstream):
-        pull = super().pull(rows, upstream)
-        return pull._replace(at_labels=pull.at_labels.roll(1, 0)) if self.fault else pull
-
-
-def test_check_of_so_many_labels_alone():
-    losses.check(OfThree(), lambda s, labels: true_value(Unlikelihood(), s, labels), num_labels=3)
-    with pytest.raises(AssertionError, match=r"value in labels' columns.* \(on a token .* label \[\d+, "):
-        losses.check(OfThree(True), num_labels=3)
-
-
-@dataclass(frozen=True)
-class Wrong(Term):
-    """Focal with one fault."""
-
-    fault: str
-    gives = ("at",)
-
-    @property
-    def bound(self):
-        return 0.5 if self.fault == "bound" else None
-
-    def value(self, rows):
-        value = Focal(2.0).value(rows)
-        return value - value.mean() if self.fault == "mean" else value
-
-    def pull(self, rows, upstream):
-        (at, *_) = Focal(2.0).pull(rows, upstream)
-        if self.fault == "sign":
-            at = -at
-        if self.fault == "offset":
-            at = at + 1e-4
-        if self.fault == "any number" and not isinstance(upstream, torch.Tensor):
-            at = at / upstream
-        if self.fault == "in place":
-            rows.one_minus_p.mul_(0.5)
-        if self.fault == "label":
-            return Pull(alpha=at)
-        if self.fault == "forward" and rows._merged is not None:
-            at = 2 * at
-        return Pull(at=at)
-
-
-@pytest.mark.parametrize(
-    ("fault", "words"),
-    [
-        ("mean", "depends on the other tokens"),
-        ("sign", "not the gradient of its value"),
-        ("offset", "not linear"),
-        ("any number", "takes the number 0.5"),
-        ("in place", "changes the statistics in place"),
-        ("label", "has alpha, not among its gives"),
-        ("forward", "other statistics in a forward"),
-        ("bound", "larger than its bound, 0.5"),
-    ],
-)
-def test_check_finds(fault, words):
-    with pytest.raises(AssertionError, match=words):
-        losses.check(Wrong(fault))
-
-
-def test_check_compares_with_a_reference():
-    with pytest.raises(AssertionError, match="not the reference's"):
-        losses.check(Focal(2.0), lambda s, labels: true_value(Focal(1.9), s, labels))
 
 
 def test_what_is_no_term():

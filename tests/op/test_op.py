@@ -19,32 +19,18 @@ from megatron_fused_ce.scripts.lib.reference import (
 )
 from tests.support.head import mixed_plans
 from tests.support.losses import problem
-from tests.support.op import DTYPES, STRATEGIES, RoundedFactors, gemm_flops, leaves, run, weights_for
+from tests.support.op import DTYPES, STRATEGIES, RoundedFactors, gemm_flops, leaves, run
 
 
 def plain(device, dtype=torch.float32, **changes):
     return problem("plain", dtype, device, **{"s": 9, "b": 2, "hidden_size": 16, "vocab": 50, **changes})
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(
-    "chunking",
-    [{}, {"num_chunks": 1}, {"num_chunks": 7}, {"num_chunks": 1000}]
-    + [{"chunk_tokens": c} for c in (1, 5, 32, 33, 34, 4096)],
-    ids=str,
-)
-def test_any_chunking(chunking, strategy, device):
-    """33 tokens: one chunk, ragged last chunks, more chunks than tokens, chunks beyond the end."""
-    inputs = plain(device, torch.bfloat16, s=11, b=3, vocab=67)
-    assert_close(run(inputs, FusedCEConfig(strategy=strategy, **chunking)), inputs)
-
-
-@pytest.mark.parametrize("flat", [False, True])
-def test_a_single_class(flat, device):
+def test_a_single_class(device):
     """A certain token: loss and gradients are exactly 0."""
     for s, b, hidden_size in ((1, 1, 1), (2, 9, 8)):
         inputs = plain(device, s=s, b=b, hidden_size=hidden_size, vocab=1)
-        assert not any(part.any() for part in run(inputs, FusedCEConfig(chunk_tokens=2), flat=flat))
+        assert not any(part.any() for part in run(inputs, FusedCEConfig(chunk_tokens=2)))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -54,7 +40,7 @@ def test_frozen_operands(needs, strategy, device):
     inputs = plain(device, s=32)
     operands = leaves(inputs, needs)
     config = FusedCEConfig(strategy=strategy, num_chunks=4, logits_backend="gemm_rows")
-    more = weights_for(strategy, inputs.grad_loss) if any(needs) else {}
+    more = {"token_weights": inputs.grad_loss} if strategy == "grad_in_forward" and any(needs) else {}
     with gemm_flops() as flops:
         loss = fused_linear_cross_entropy(*operands, inputs.labels, config=config, **more)
         if any(needs):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from torch import ones
@@ -20,7 +18,7 @@ from megatron_fused_ce import (
 from megatron_fused_ce.head.call import Call
 from megatron_fused_ce.head.validation import _check_tensors
 from megatron_fused_ce.ranks.collectives import VocabParallel
-from megatron_fused_ce.rl import token_log_probs
+from megatron_fused_ce.rl import token_divergence, token_log_probs
 from tests.support.losses import Focal
 
 #: Of the rows below.
@@ -74,7 +72,7 @@ TEACHER = {"teacher_hidden": ones(6, 2, 3), "teacher_weight": ones(9, 3)}
 OUTPUTS = {"outputs": ("lse",), "token_weights": ones(2, 6)}
 TERMS = {"terms": {"loss": losses.CrossEntropy()}}
 ROW = {"hidden": trained(3, 4), "weight": trained(3, 4), "labels": ids(3)}
-
+SEVERAL = {"labels": ids(3, 2)}
 LARGE = {"hidden": ones(1, 1), "weight": ones(1, 1).expand(2**24 + 1, 1), "labels": ids(1)}
 
 #: Of each function: arguments that fit, and what takes the place of some of them, the error and its words.
@@ -135,6 +133,7 @@ REFUSED = {
             ({"teacher_log_probs": ids(2, 6, 3)}, T, "floats"),
             ({"teacher_ids": ids(2, 6, 0), "teacher_log_probs": ones(2, 6, 0)}, V, "K of 1 to"),
             ({"teacher_log_probs": ones(2, 6, 3), **CHECKS}, V, "teacher_log_probs are above 0"),
+            ({"loss": "jsd"}, V, "choose cross_entropy or kl"),
             (config(label_smoothing=0.1), V, "belong to labels"),
             (config(ignore_index=-100), V, "belong to labels"),
         ],
@@ -187,7 +186,13 @@ REFUSED = {
             ),
             ({"active_mask": [True]}, V, "active_mask is list"),
             (config(strategy="grad_in_forward"), V, "needs token_weights"),
-            ({"strategy": "store"}, T, "belongs to the config"),
+            ({"labels": ids(3, 0)}, V, "expected .* K of 1 to 32768"),
+            ({"labels": ids(2, 2)}, V, r"here labels \("),
+            ({"labels": ones(3, 2)}, T, "expected int64"),
+            ({**SEVERAL, **config(ignore_index=-100)}, V, "-1 is an empty entry"),
+            ({**SEVERAL, **config(skip_masked=True)}, V, "have no such label"),
+            ({**SEVERAL, **config(logits_backend="scaled_exp")}, V, "cannot serve here"),
+            ({**SEVERAL, **config(strategy="grad_in_forward")}, V, "needs token_weights"),
         ],
     ),
     fused_linear_distillation: (
@@ -232,11 +237,53 @@ REFUSED = {
             (config(strategy="grad_in_forward"), V, "needs token_weights"),
         ],
     ),
+    token_divergence: (
+        {**{f"student_{name}": x for name, x in OPERANDS.items()}, **TEACHER, "batch_first": False},
+        [
+            ({"batch_first": None}, V, "give batch_first=True for"),
+            ({"entropy": "differentiable"}, V, "choose one of none, detached"),
+            ({"entropy": True}, V, "choose one of none, detached"),
+            ({"active_mask": ones(2, 6)}, V, r"active_mask is torch\.float32"),
+        ],
+    ),
+    FusedCEConfig: (
+        {},
+        [
+            ({"label_smoothing": 1.0}, V, "label_smoothing must be"),
+            ({"label_smoothing": -0.1}, V, "label_smoothing must be"),
+            ({"label_smoothing": float("nan")}, V, "label_smoothing must be"),
+            ({"label_smoothing_form": "keras"}, V, "choose one of megatron, pytorch"),
+            ({"z_loss": -1.0}, V, "z_loss must be"),
+            ({"z_loss": float("inf")}, V, "z_loss must be"),
+            ({"logit_softcap": 0.0}, V, "logit_softcap must be"),
+            ({"logit_softcap": float("inf")}, V, "logit_softcap must be"),
+            ({"logit_softcap": 1e39}, V, "finite, also in fp32"),
+            ({"logit_scale": 1e39}, V, "finite, also in fp32"),
+            ({"logit_scale": float("nan")}, V, "logit_scale must be"),
+            ({"ignore_index": 2**70}, V, "ignore_index must be between"),
+            ({"true_vocab_size": 0}, V, "true_vocab_size must be 1 or more"),
+            ({"true_vocab_size": 1, "label_smoothing": 0.1}, V, "two classes"),
+            ({"ignore_index": 1.5}, V, "ignore_index must be a whole number"),
+            ({"ignore_index": "none"}, V, "ignore_index must be a whole number, None or 'auto'"),
+            ({"num_chunks": 0}, V, "1 or more"),
+            ({"chunk_tokens": -3}, V, "1 or more"),
+            ({"num_chunks": 2.5}, V, "whole number"),
+            ({"num_chunks": 2, "chunk_tokens": 8}, V, "give one of them"),
+            ({"strategy": "fastest"}, V, "choose one of"),
+            ({"logit_scale": 0.0}, V, "not 0"),
+            *(
+                ({name: "yes"}, V, f"{name} must be True or False, got 'yes'")
+                for name in ("skip_masked", "debug_checks")
+            ),
+        ],
+    ),
 }
-
-
-for _, rows_of_function in REFUSED.values():
-    rows_of_function.append(({"sequence_parallel": True}, V, "sequence_parallel=True without tp_group"))
+SAID_OF_OPTIONS = r"num_chunks belongs to the config: give config=FusedCEConfig\(num_chunks=4\)"
+for of_function, (_, rows_of_function) in REFUSED.items():
+    rows_of_function.append(({"stratgy": "store"}, T, "unexpected keyword argument 'stratgy'"))
+    if of_function is not FusedCEConfig:
+        rows_of_function.append(({"num_chunks": 4}, T, SAID_OF_OPTIONS))
+        rows_of_function.append(({"sequence_parallel": True}, V, "sequence_parallel=True without tp_group"))
 
 
 def on(device, given):
@@ -266,62 +313,7 @@ def test_refused(function, change, error, words, device):
             function(**on(device, {**fit, **change}))
 
 
-FUNCTIONS = fused_linear_cross_entropy, fused_linear_token_outputs, fused_linear_topk_distillation
-
-
-@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
-@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(FusedCEConfig)])
-def test_an_option_beside_the_config_is_told_where_it_goes(function, name):
-    said = rf"{name} belongs to the config: give config=FusedCEConfig\({name}=4\)"
-    with pytest.raises(TypeError, match=said):
-        function(*LABELS.values(), **{name: 4})
-
-
-@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
-def test_a_misspelt_argument_is_pythons_own_error(function):
-    """No catch-all: a misspelled keyword is Python's own error."""
-    with pytest.raises(TypeError, match="unexpected keyword argument 'stratgy'"):
-        function(*LABELS.values(), stratgy="store")
-
-
 def test_all_tokens_where_a_part_is_expected():
     for hidden, labels in ((ones(8, 2, 4), ids(2, 8)), (ones(8, 4), ids(8))):
         with pytest.raises(ValueError, match=r"hidden has shape .* expected this rank's part"):
             _check_tensors(Call(hidden, ones(11, 4), labels), VocabParallel(None, 2, 0, True))
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"label_smoothing": 1.0}, "label_smoothing must be"),
-        ({"label_smoothing": -0.1}, "label_smoothing must be"),
-        ({"label_smoothing": float("nan")}, "label_smoothing must be"),
-        ({"label_smoothing_form": "keras"}, "choose one of megatron, pytorch"),
-        ({"z_loss": -1.0}, "z_loss must be"),
-        ({"z_loss": float("inf")}, "z_loss must be"),
-        ({"logit_softcap": 0.0}, "logit_softcap must be"),
-        ({"logit_softcap": float("inf")}, "logit_softcap must be"),
-        ({"logit_softcap": 1e39}, "finite, also in fp32"),
-        ({"logit_scale": 1e39}, "finite, also in fp32"),
-        ({"logit_scale": float("nan")}, "logit_scale must be"),
-        ({"ignore_index": 2**70}, "ignore_index must be between"),
-        ({"true_vocab_size": 0}, "true_vocab_size must be 1 or more"),
-        ({"true_vocab_size": 1, "label_smoothing": 0.1}, "two classes"),
-        ({"ignore_index": 1.5}, "ignore_index must be a whole number"),
-        ({"ignore_index": "none"}, "ignore_index must be a whole number, None or 'auto'"),
-        ({"num_chunks": 0}, "1 or more"),
-        ({"chunk_tokens": -3}, "1 or more"),
-        ({"num_chunks": 2.5}, "whole number"),
-        ({"num_chunks": 2, "chunk_tokens": 8}, "give one of them"),
-        ({"strategy": "fastest"}, "choose one of"),
-        ({"logit_scale": 0.0}, "not 0"),
-        *(
-            ({name: "yes"}, f"{name} must be True or False, got 'yes'")
-            for name in ("skip_masked", "debug_checks")
-        ),
-    ],
-    ids=str,
-)
-def test_bad_config(options, words):
-    with pytest.raises(ValueError, match=words):
-        FusedCEConfig(**options)

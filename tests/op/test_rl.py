@@ -168,11 +168,6 @@ def test_a_divergence_of_the_active_tokens(divergence, device):
         assert bool(options) == (not made.loss[~active].any() and not made.entropy[~active].any())
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other)
-    for bad in ("differentiable", True):
-        with pytest.raises(ValueError, match="choose one of none, detached"):
-            token_divergence(hidden, weight, *teacher, batch_first=False, entropy=bad)
-    with pytest.raises(ValueError, match=r"active_mask is torch\.float32"):
-        token_divergence(hidden, weight, *teacher, batch_first=False, active_mask=inputs.grad_loss)
 
 
 @pytest.mark.parametrize("strategy", ["store", "grad_in_forward"])
@@ -199,5 +194,3 @@ def test_kl_from_a_teachers_likeliest(strategy, device):
         assert relative_error(made, right) < FLOOR[torch.float32]
     for made, right in zip(results[0][1:], results[1][1:], strict=True):
         assert torch.equal(made, right)
-    with pytest.raises(ValueError, match="choose cross_entropy or kl"):
-        fused_linear_topk_distillation(inputs.hidden, inputs.weight, ids, log_q, loss="jsd")

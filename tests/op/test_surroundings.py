@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 from warnings import catch_warnings
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import megatron_fused_ce
@@ -21,18 +19,19 @@ from megatron_fused_ce import (
     FusedCEConfig,
     fused_linear_cross_entropy,
     fused_linear_distillation,
+    fused_linear_loss,
     fused_linear_token_outputs,
     fused_linear_topk_distillation,
 )
 from megatron_fused_ce.head import spec
 from megatron_fused_ce.head.autograd import linear_cross_entropy
 from megatron_fused_ce.head.call import Call
-from megatron_fused_ce.losses.label import ZLoss
+from megatron_fused_ce.losses import CrossEntropy, ZLoss
 from megatron_fused_ce.ops.labels import SeveralLabels
+from megatron_fused_ce.planner import choose as planner
 from megatron_fused_ce.ranks import agreement
 from megatron_fused_ce.rl import token_log_probs
 from megatron_fused_ce.scripts.lib.reference import make_inputs, make_teacher, relative_error
-from tests.support.distillation import fused, make_problem
 from tests.support.op import STRATEGIES, at_odd_offset, leaves, run
 from tests.support.problems import same_bits
 
@@ -47,79 +46,8 @@ def assert_same_bits(made, expected):
         assert one.dtype == right.dtype and same_bits(one, right)
 
 
-@contextlib.contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
 def problem(device, dtype=torch.float32, **sizes):
     return make_inputs("odd-labels", **{**SIZES, **sizes}, dtype=dtype, device=device)
-
-
-# --- the default dtype ---------------------------------------------------------------------------
-
-
-def step(inputs, config, outputs=(), temperature=1.0) -> list[Tensor]:
-    """Loss, outputs and gradients."""
-    hidden, weight = leaves(inputs)
-    weights = inputs.grad_loss.masked_fill(inputs.grad_loss < -0.5, 0.0)
-    more = {"config": config, "token_weights": weights, "outputs": outputs, "temperature": temperature}
-    made = linear_cross_entropy(Call(hidden, weight, inputs.labels, **more))
-    made.loss.backward(weights)
-    return [x for x in (*made.outputs.values(), hidden.grad, weight.grad) if x is not None]
-
-
-#: Strategy, dtype and options of each: a rule over the source says it of all other calls.
-UNDER_ANOTHER = [
-    ("store", torch.float32, {"z_loss": 1e-3, "logit_softcap": 5.0, "true_vocab_size": 20}),
-    ("recompute", torch.bfloat16, {"label_smoothing": 0.3, "label_smoothing_form": "pytorch"}),
-    ("grad_in_forward", torch.float16, {"label_smoothing": 0.1}),
-    ("grad_in_forward", torch.bfloat16, {"skip_masked": True}),
-]
-
-
-@pytest.mark.parametrize(("strategy", "dtype", "options"), UNDER_ANOTHER)
-@pytest.mark.parametrize("other", [torch.float64, torch.bfloat16])
-def test_a_default_dtype_changes_no_bit(other, strategy, dtype, options, device):
-    """Lightning's half-precision plugin sets one around every forward. Cached under it, or before it."""
-    inputs = problem(device, dtype)
-    config = FusedCEConfig(strategy=strategy, num_chunks=2, **options)
-    outputs = ("lse", "entropy", "predicted") if strategy == "store" else ()
-    given = inputs, config, outputs, 0.5 + inputs.grad_loss.abs()
-    # Numbers that bf16 does not have: label_weights and beta.
-    teacher = make_problem(kind="jsd 0.1", with_labels=True, label_weights=0.3, dtype=dtype, device=device)
-
-    def made():
-        of_teacher = fused(teacher, teacher.config(num_chunks=2))
-        return [*step(*given), *of_teacher[0], *of_teacher[1:]]
-
-    expected = made()
-    for forgets in (True, False):  # made under the other, or found there
-        if forgets:
-            agreement.forget()
-        with default_dtype(other):
-            assert_same_bits(made(), expected)
-    assert_same_bits(made(), expected)  # looked up, made under the other
-
-
-def test_every_new_tensor_names_its_dtype():
-    """Else it has the caller's default."""
-    files = [file for room in ROOMS for file in (PACKAGE / room).rglob("*.py")]
-    unnamed = {
-        (file.name, ast.unparse(call.func))
-        for file in files
-        for call in ast.walk(ast.parse(file.read_text()))
-        if isinstance(call, ast.Call)
-        and ast.unparse(call.func) in MAKES_FLOATS
-        and all(keyword.arg != "dtype" for keyword in call.keywords)
-    }
-    # A graph's anchor, which has no numbers.
-    assert unnamed == {("autograd.py", "torch.zeros")}
 
 
 # --- the calls before ------------------------------------------------------------------------------
@@ -224,8 +152,8 @@ def given(device, shape="[2, s]", s=6):
 
 
 def of_several(hidden, weight, of, **more):
-    made, real = token_log_probs(hidden, weight, of["ids"], **more).log_prob, of["ids"] >= 0
-    return made.where(real, 0.0).sum(-1)
+    made = token_log_probs(hidden, weight, of["ids"], **more).log_prob
+    return made.where(of["ids"] != -1, 0.0).sum(-1)
 
 
 def of_outputs(hidden, weight, of, **more):
@@ -235,37 +163,84 @@ def of_outputs(hidden, weight, of, **more):
 
 def of_divergence(hidden, weight, of, **more):
     teacher = {"teacher_hidden": of["teacher"], "teacher_weight": weight.detach().roll(1, 0)}
-    more |= {"labels": of["labels"], "label_weights": of["weights"]}
+    more = {"labels": of["labels"], "label_weights": of["weights"], "beta": 0.1, **more}
     return fused_linear_distillation(hidden, weight, **teacher, divergence="jsd", **more).loss
 
 
+def of_terms(labels, hidden, weight, **more):
+    return fused_linear_loss(hidden, weight, labels, {"loss": CrossEntropy()}, **more)["loss"]
+
+
+#: A loss of each public function ``[b, s]``, of the operands, what else :func:`given` gives, and options.
 HEADS = {
-    "loss": lambda hidden, weight, of, **more: fused_linear_cross_entropy(
-        hidden, weight, of["labels"], **more
-    ),
-    "top-K": lambda hidden, weight, of, **more: fused_linear_topk_distillation(
-        hidden, weight, of["ids"], of["log_probs"], **more
+    "loss": lambda *x, **more: fused_linear_cross_entropy(*x[:2], x[2]["labels"], **more),
+    "top-K": lambda *x, **more: fused_linear_topk_distillation(
+        *x[:2], x[2]["ids"], x[2]["log_probs"], **more
     ),
     "divergence": of_divergence,
     "outputs": of_outputs,
     "several labels": of_several,
+    "log-probability": lambda *x, **more: token_log_probs(*x[:2], x[2]["labels"], **more).log_prob,
+    "terms": lambda *x, **more: of_terms(x[2]["labels"], *x[:2], **more),
+    "terms of several labels": lambda *x, **more: of_terms(x[2]["labels"].unsqueeze(-1), *x[:2], **more),
 }
+FIVE = list(HEADS)[:5]
+BENT = {"label_smoothing": 0.3, "z_loss": 1e-3, "logit_softcap": 5.0, "true_vocab_size": 20}
 EVERY_HEAD = pytest.mark.parametrize(
     ("head", "strategy", "options"),
     [
-        *((head, strategy, {"num_chunks": 2}) for head in HEADS for strategy in ("recompute", "store")),
+        *((head, strategy, {"num_chunks": 2}) for head in FIVE for strategy in ("recompute", "store")),
         *((head, "grad_in_forward", {"num_chunks": 2}) for head in ("loss", "top-K", "divergence")),
-        *(("loss", strategy, {"num_chunks": 1}) for strategy in STRATEGIES),
+        *(("loss", strategy, {"num_chunks": 1, **BENT}) for strategy in STRATEGIES),
         ("loss", "store", {"skip_masked": True}),
     ],
 )
 
 
-def losses_of(head, strategy, options, operands, buffers):
-    more = {"config": FusedCEConfig(strategy, **options)}
+def losses_of(head, strategy, options, operands, buffers, **more):
+    more["config"] = FusedCEConfig(strategy, **options)
     if strategy == "grad_in_forward" or "skip_masked" in options:
         more["token_weights"] = buffers["weights"]
     return HEADS[head](*operands, buffers, **more)
+
+
+@EVERY_HEAD
+def test_a_default_dtype_changes_no_bit(head, strategy, options, device):
+    """Lightning's half-precision plugin sets one around every forward; specs are made or found under it."""
+    operands, buffers = given(device)
+    operands, buffers["teacher"] = [x.detach().half() for x in operands], buffers["teacher"].half()
+    more = {"label_weights": 0.3} if head == "divergence" else {}  # no number of bf16, as jsd's beta
+
+    def made():
+        leaves = [x.clone().requires_grad_() for x in operands]
+        loss = losses_of(head, strategy, options, leaves, buffers, **more)
+        return [loss.detach(), *torch.autograd.grad(loss, leaves, buffers["weights"])]
+
+    expected = made()
+    for other in (torch.float64, torch.bfloat16, torch.float32):
+        agreement.forget()
+        torch.set_default_dtype(other)
+        try:
+            first, found = made(), made()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        for results in (first, found, made()):
+            assert_same_bits(results, expected)
+
+
+def test_every_new_tensor_names_its_dtype():
+    """Else it has the caller's default."""
+    files = [file for room in ROOMS for file in (PACKAGE / room).rglob("*.py")]
+    unnamed = {
+        (file.name, ast.unparse(call.func))
+        for file in files
+        for call in ast.walk(ast.parse(file.read_text()))
+        if isinstance(call, ast.Call)
+        and ast.unparse(call.func) in MAKES_FLOATS
+        and all(keyword.arg != "dtype" for keyword in call.keywords)
+    }
+    # A graph's anchor, which has no numbers.
+    assert unnamed == {("autograd.py", "torch.zeros")}
 
 
 @pytest.mark.parametrize("shape", ["[1, s]", "[2, s]", "[T]"])
@@ -338,7 +313,7 @@ def test_no_tokens(head, strategy, options, device):
     assert not grads[1].any()
 
 
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("head", FIVE)
 def test_under_autocast(head, device):
     """fp32 parameters are used in its dtype, as torch's own linear does; gradients are in theirs."""
     operands, buffers = given(device)
@@ -355,23 +330,60 @@ def test_under_autocast(head, device):
         assert relative_error(made, right.double()) < 1e-2
 
 
-@pytest.mark.parametrize("name", ["lse", "entropy", "log_prob", "correct", "predicted"])
-def test_outputs_may_be_changed_in_place(name, device):
-    """An entropy that the backward needs, too."""
-    inputs = problem(device, b=1)
-    gradients = []
-    for changes in (False, True):
-        hidden = inputs.hidden.clone().requires_grad_()
-        made = fused_linear_token_outputs(
-            hidden, inputs.weight, inputs.labels, ("entropy", name)[-2 + (name == "entropy") :]
+#: Whether a label of -100 is ignored, and whether the logits may be stored, if nothing is said.
+DEFAULTS = {
+    **{"loss": (True, True), "top-K": (None, False), "divergence": (False, False), "terms": (True, True)},
+    **{"several labels": (False, False), "log-probability": (False, False)},
+    "terms of several labels": (False, True),
+}
+
+
+@pytest.mark.parametrize("head", DEFAULTS)
+def test_defaults_of_each_function(head, device):
+    """An explicit word is obeyed."""
+    ignores, may_store = DEFAULTS[head]
+    operands, of = given(device)
+    labels = of["labels"].remainder_(SIZES["vocab"])
+    labels[:, 1] = -100
+    of |= {"ids": labels.unsqueeze(-1), "log_probs": torch.zeros(*labels.shape, 1, device=device)}
+    planned, plan = [], planner.plan
+
+    def losses_of(**more):
+        with patch.object(planner, "plan", lambda of: planned.append(of) or plan(of)):
+            return HEADS[head](*operands, of, **more)
+
+    none = losses_of(config=FusedCEConfig(ignore_index=None))
+    made = losses_of()
+    assert [inputs.may_store for inputs in planned] == [may_store] * 2
+    assert torch.equal(made == 0, (labels == -100) & bool(ignores)) or ignores is None
+    assert torch.equal(made[:, 0], none[:, 0]) and (none.all() or ignores is None)
+    if ignores is not None and "several" not in head:
+        label = int(labels[0, 0])
+        assert torch.equal(losses_of(config=FusedCEConfig(ignore_index=label)) == 0, labels == label)
+    if may_store and "several" not in head:
+        planned.clear()
+        losses_of(token_weights=torch.ones_like(made), config=FusedCEConfig(num_chunks=3))
+        assert not planned[0].may_store
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_batch_first(head, device):
+    """Hidden states [b, s, H] for [s, b, H], and their gradients; [T, H] as they are."""
+    (hidden, weight), of = given(device)
+    results = []
+    for batch_first in (False, True):
+        turned, teacher = (
+            x.detach().transpose(0, int(batch_first)).contiguous() for x in (hidden, of["teacher"])
         )
-        changed = getattr(made, name)
-        if changes:
-            with torch.no_grad():
-                changed.zero_()
-        made.entropy.backward(inputs.grad_loss)
-        gradients.append(hidden.grad)
-    assert torch.equal(*gradients)
+        made = HEADS[head](
+            turned.requires_grad_(), weight, {**of, "teacher": teacher}, batch_first=batch_first
+        )
+        (grad,) = torch.autograd.grad(made, turned, of["weights"])
+        results.append((made.detach(), grad.transpose(0, int(batch_first))))
+    assert_same_bits(*results)
+    (rows, _), of = given(device, "[T]")
+    made = HEADS[head](rows, weight, of, batch_first=True).detach()
+    torch.testing.assert_close(made.view(*hidden.shape[:2]).t(), results[0][0], rtol=2e-6, atol=2e-6)
 
 
 # --- numbers at the edge ----------------------------------------------------------------------------

@@ -3,10 +3,9 @@
 At every call of a kernel or a device function it replaces the functions of ``triton.language`` by its own,
 and sorts all names of five modules and classes to find them. Whenever it needs a data type it writes a
 table of all; each result's shape becomes objects and a name anew, and two equal shapes are compared by such
-objects. After a kernel it copies every argument onto itself. It computes by ten operations whether a sum,
-difference or product of integers overflows, and drops the answer unless it is debugged. Here names, types
-and shapes are worked out once, a device function takes what its kernel replaced, and an overflow raises.
-Another Triton's interpreter stays as it is.
+objects. It computes by ten operations whether a sum, difference or product of integers overflows, and drops
+the answer unless it is debugged. Here names, types and shapes are worked out once, a device function takes
+what its kernel replaced, and an overflow raises. Another Triton's interpreter stays as it is.
 """
 
 from __future__ import annotations
@@ -113,8 +112,6 @@ if _known and os.environ.get("TRITON_INTERPRET") == "1":
     interpreter._patch_builtin = _patch_builtin
     interpreter._get_np_dtype = _np_dtype_by_name(interpreter._get_np_dtype)
     interpreter.interpreter_semantic.binary_op_sanitize_overflow_impl = _no_overflow
-    # On a CPU the host's copies are the arguments themselves.
-    interpreter.GridExecutor._restore_args_dev = lambda *_: None
     interpreter.InterpretedFunction.__call__ = _device_function
     tl.block_type.__init__ = _block_type
     tl.tensor.__init__ = _tensor

@@ -179,7 +179,8 @@ class Loss:
             targets = make_teacher(inputs, self.entries)
             return {"loss": fused_linear_topk_distillation(hidden, weight, *targets, **call)}
         if self.temperatures:
-            call |= {"temperature": inputs.temperature, "entropy": "differentiable"}
+            call.setdefault("temperature", 1.0 if inputs.temperature is None else inputs.temperature)
+            call["entropy"] = "differentiable"
             return token_log_probs(hidden, weight, inputs.labels, **call)._asdict()
         call["differentiable"] = self.differentiable
         made = fused_linear_token_outputs(hidden, weight, inputs.labels, self.beside, **call)
@@ -196,24 +197,24 @@ class Loss:
         return torch.stack((inputs.labels, *others, others[0]), -1)
 
     def plain(
-        self, inputs: HeadInputs, upstreams: dict[str, Tensor], dtype: torch.dtype
+        self, inputs: HeadInputs, upstreams: dict[str, Tensor], dtype: torch.dtype, roundings: Any = None
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """Outputs ``[b, s]`` and both gradients, by autograd in ``dtype``."""
+        """Outputs ``[b, s]`` and both gradients, by autograd in ``dtype``; of terms without roundings."""
         if self.terms is not None:
             return _plain_terms(inputs, self.terms, upstreams, dtype, self.labels(inputs))
         nothing = torch.zeros_like(inputs.grad_loss)
         inputs = replace(inputs, grad_loss=upstreams.get("loss", nothing))
         if self.entries:
-            loss, *grads = plain_distillation(inputs, *make_teacher(inputs, self.entries), dtype)
+            loss, *grads = plain_distillation(inputs, *make_teacher(inputs, self.entries), dtype, roundings)
             return {"loss": loss}, grads
         if self.temperatures:
-            made, *grads = plain_outputs(inputs, upstreams, dtype)
+            made, *grads = plain_outputs(inputs, upstreams, dtype, roundings)
             return {name: getattr(made, name) for name in ("log_prob", "entropy")}, grads
-        loss, *grads = plain_head(inputs, dtype)
+        loss, *grads = plain_head(inputs, dtype, roundings)
         if not self.beside:
             return {"loss": loss}, grads
         of_others = {name: of for name, of in upstreams.items() if name != "loss"} or {"lse": nothing}
-        outputs, *others = plain_outputs(inputs, of_others, dtype)
+        outputs, *others = plain_outputs(inputs, of_others, dtype, roundings)
         summed = [one.double() + other for one, other in zip(grads, others, strict=True)]
         return {"loss": loss, **{name: getattr(outputs, name) for name in self.beside}}, summed
 
@@ -243,6 +244,10 @@ TABLE: dict[str, Loss] = {
         for name, terms in LOSSES.items()
         if name != "plain"
     },
+    "terms: ignored": Loss(
+        {"ignore_index": -100}, terms={"loss": Focal(2.0), "height": MeanSquare(), "p": losses.LogProb()}
+    ),
+    "terms: no label, ignored": Loss({"ignore_index": -100}, terms={"entropy": ENTROPY}),
 }
 
 
@@ -262,6 +267,9 @@ def _plain_terms(
         for name, term in terms.items()
     }
     values = {name: of if terms[name].per_label else of[..., 0] for name, of in values.items()}
+    if inputs.config.ignore_index is not None:
+        ignored = inputs.labels == inputs.config.ignore_index
+        values = {n: of.masked_fill(ignored, 0.0) if terms[n].of_label else of for n, of in values.items()}
     given = [of.to(values[name].dtype) for name, of in upstreams.items()]
     grads = torch.autograd.grad([values[name] for name in upstreams], (hidden, weight), given)
     return {name: value.detach() for name, value in values.items()}, list(grads)
@@ -335,7 +343,7 @@ def compare(
     assert list(made) == list(outputs)
     if inputs.config.true_vocab_size is not None:
         assert not grads[1][inputs.config.true_vocab_size :].any()
-    if inputs.config.ignore_index is not None:
+    if inputs.config.ignore_index is not None and "loss" in made:
         assert not made["loss"][inputs.labels == inputs.config.ignore_index].any()
     for name, value in made.items():
         assert_output(name, value.detach(), outputs, of_eager, inputs)

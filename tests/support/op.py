@@ -72,26 +72,12 @@ def leaves(inputs: Any, needs: tuple[bool, bool] = (True, True)) -> tuple[torch.
     return hidden.requires_grad_(needs[0]), weight.requires_grad_(needs[1])
 
 
-def weights_for(strategy: str, upstream: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What ``grad_in_forward`` is told, nothing for the strategies that need not know."""
-    return {"token_weights": upstream / 1.5} if strategy == "grad_in_forward" else {}
-
-
-def run(inputs: HeadInputs, config: FusedCEConfig, *, flat: bool = False, **kwargs: Any) -> HeadResult:
-    """The op on whole inputs; returns its result in the inputs' shapes.
-
-    ``grad_in_forward`` gets token weights that the upstream gradient is 1.5 times of.
-    """
+def run(inputs: HeadInputs, config: FusedCEConfig, **kwargs: Any) -> HeadResult:
+    """The op on whole inputs; ``grad_in_forward`` gets token weights that the upstream is 1.5 times of."""
     if config.strategy == "grad_in_forward":
-        weights = inputs.grad_loss / 1.5
-        kwargs.setdefault("token_weights", weights.t().reshape(-1) if flat else weights)
+        kwargs.setdefault("token_weights", inputs.grad_loss / 1.5)
     hidden, weight = leaves(inputs)
-    given, labels = hidden, inputs.labels
-    if flat:
-        given, labels = hidden.flatten(0, 1), labels.t().reshape(-1)
-    loss = fused_linear_cross_entropy(given, weight, labels, config=config, **kwargs)
-    if flat:
-        loss = loss.view(hidden.shape[:2]).t()
+    loss = fused_linear_cross_entropy(hidden, weight, inputs.labels, config=config, **kwargs)
     loss.backward(inputs.grad_loss)
     assert hidden.grad is not None and weight.grad is not None
     return HeadResult(loss.detach(), hidden.grad, weight.grad)
@@ -149,15 +135,13 @@ def with_odd_rows(tensor: torch.Tensor) -> torch.Tensor:
     return room[..., :-1].copy_(tensor)
 
 
-def without_interpreter(
-    script: str, *words: str, path: Path | None = None
-) -> subprocess.CompletedProcess[str]:
-    """A script of tests/kernels, run by a Python whose triton compiles; ``path`` has another triton."""
+def without_interpreter(script: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """A script of tests/kernels, run by a Python whose triton compiles."""
     root = Path(__file__).resolve().parents[2]
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     return subprocess.run(
         [sys.executable, str(root / "tests" / "kernels" / script), *words],
-        env=environment | {"PYTHONPATH": os.pathsep.join(map(str, filter(None, (path, root))))},
+        env=environment | {"PYTHONPATH": str(root)},
         capture_output=True,
         text=True,
         timeout=300,

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,26 +17,18 @@ from megatron_fused_ce import FusedCEConfig
 from megatron_fused_ce.head.autograd import linear_cross_entropy
 from megatron_fused_ce.head.call import Call
 from megatron_fused_ce.head.grad_weight import InPlaceGradWeight
-from megatron_fused_ce.scripts.lib.reference import FLOOR, HeadInputs, relative_error
+from megatron_fused_ce.scripts.lib.reference import FLOOR, KINDS, HeadInputs, make_inputs, relative_error
 from tests.support.op import DTYPES
 from tests.support.ranks import Rank, RankProcesses
 from tests.support.roundings import Roundings
 
-VALUES = ("normal", "equal", "sparse", "integers", "outlier", "peaked", "near")
-LABELS = ("any", "one", "edges", "outside", "some outside")
+LABELS = ("any", "one", "edges", "outside")
 UPSTREAMS = ("normal", "mask", "one token", "zeros", "equal", "uneven")
 STRATEGIES = ("store", "grad_in_forward", "recompute", "auto")
 STRIDES = ("contiguous", "transposed", "columns of more", "every second row", "expanded")
 
 
-def _told(thing: Any) -> str:
-    """A dataclass without what is as by default."""
-    named = [f"{f.name}={getattr(thing, f.name)!r}" for f in fields(thing) if f.name != "config"]
-    plain = {f"{f.name}={f.default!r}" for f in fields(thing)}
-    return ", ".join(word for word in named if word not in plain)
-
-
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class DrawnProblem:
     """One call over the whole vocabulary, and how it is cut and laid out."""
 
@@ -47,7 +38,7 @@ class DrawnProblem:
     hidden_size: int
     shards: tuple[int, ...]  # rows of each
     dtype: torch.dtype
-    values: str = "normal"
+    values: str = "plain"
     log2_hidden: int = 0
     log2_weight: int = 0
     labels: str = "any"
@@ -63,97 +54,50 @@ class DrawnProblem:
     log2_promise: int = 0  # what the upstream gradient is times the token weights, negated
     config: FusedCEConfig = field(default_factory=FusedCEConfig)
 
-    def __repr__(self) -> str:
-        return f"DrawnProblem({_told(self)}, config=FusedCEConfig({_told(self.config)}))"
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # hypothesis's
-        printer.text(repr(self))
-
     @property
     def vocab(self) -> int:
         return sum(self.shards)
 
-    def generator(self, stream: int) -> torch.Generator:
-        return torch.Generator().manual_seed(1000 * self.seed + stream)
-
     def inputs(self) -> HeadInputs:
         """Contiguous, over the whole vocabulary."""
-        hidden, weight = self._operands()
-        labels = self._labels()
-        if self.values == "peaked":
-            rows = weight[labels.t().clamp(0, self.vocab - 1)]
-            hidden = 0.1 * hidden + 12 * rows / rows.square().sum(-1, keepdim=True).clamp(min=1e-3)
+        sizes = {"s": self.s, "b": self.b, "hidden_size": self.hidden_size, "vocab": self.vocab}
+        made = make_inputs(self.values, **sizes, dtype=torch.float32, seed=self.seed)
+        generator = torch.Generator().manual_seed(self.seed + 1)
         largest = torch.finfo(self.dtype).max / 2
-        hidden = (hidden * 2.0**self.log2_hidden).clamp(-largest, largest)
-        weight = (weight * 2.0**self.log2_weight).clamp(-largest, largest)
-        return HeadInputs(
-            hidden.to(self.dtype),
-            weight.to(self.dtype),
-            labels,
-            self._upstream() * 2.0**self.log2_upstream,
-            self.config.logit_scale,
-            self.config,
-            self._temperature(),
+        hidden, weight = (
+            (x * 2.0**bits).clamp(-largest, largest).to(self.dtype)
+            for x, bits in ((made.hidden, self.log2_hidden), (made.weight, self.log2_weight))
         )
+        labels, upstream = self._labels(made.labels, generator), self._upstream(made.grad_loss, generator)
+        temperature = None
+        if self.temperature:
+            drawn = torch.rand((1, 1) if self.temperature == "number" else labels.shape, generator=generator)
+            temperature = (2 * drawn - 0.7).exp().expand(labels.shape).contiguous()
+        upstream = upstream * 2.0**self.log2_upstream
+        return HeadInputs(hidden, weight, labels, upstream, self.config.logit_scale, self.config, temperature)
 
     def token_weights(self, inputs: HeadInputs) -> Tensor:
         """What ``grad_in_forward`` is promised."""
         return inputs.grad_loss * -(2.0**-self.log2_promise)
 
-    def _temperature(self) -> Tensor | None:
-        if not self.temperature:
-            return None
-        shape = (1, 1) if self.temperature == "number" else (self.b, self.s)
-        drawn = torch.rand(shape, generator=self.generator(3))
-        return (2 * drawn - 0.7).exp().expand(self.b, self.s).contiguous()
-
-    def _operands(self) -> tuple[Tensor, Tensor]:
-        generator, kind = self.generator(0), self.values
-        hidden = torch.randn(self.s, self.b, self.hidden_size, generator=generator)
-        weight = torch.randn(self.vocab, self.hidden_size, generator=generator)
-        weight /= self.hidden_size**0.5
-        if kind == "equal":
-            weight = weight[:1].repeat(self.vocab, 1)
-        elif kind == "sparse":
-            for x in (hidden, weight):
-                x[torch.rand(x.shape, generator=generator) < 0.8] *= 0.0  # of both signs
-        elif kind == "integers":
-            hidden, weight = hidden.round(), (2 * weight).round()
-        elif kind == "outlier":
-            weight.view(-1)[self.seed % weight.numel()] = 64.0
-        elif kind == "near":
-            hidden[..., 0], weight[:, 0] = 8.0, -10.0 if self.seed % 2 else 10.0
-        return hidden, weight
-
-    def _labels(self) -> Tensor:
-        generator, vocab = self.generator(1), self.vocab
-        shape = (self.b, self.s)
-        inside = torch.randint(0, vocab, shape, generator=generator)
+    def _labels(self, drawn: Tensor, generator: torch.Generator) -> Tensor:
+        """As int32 has them, too."""
         firsts = torch.tensor(self.shards).cumsum(0)
-        edges = torch.cat((firsts - 1, firsts[:-1], torch.tensor([0])))
-        outside = torch.tensor([-1, -100, vocab, vocab + 1, 2**31 - 1])
-        chosen = torch.rand(shape, generator=generator) < 0.3
+        ids = {
+            "one": drawn.flatten()[:1],
+            "edges": torch.cat((firsts - 1, firsts[:-1], torch.tensor([0]))),
+            "outside": torch.tensor([-1, -100, self.vocab, self.vocab + 1, 2**31 - 1]),
+        }.get(self.labels, drawn.flatten())
+        if self.labels != "any":
+            drawn = ids[torch.randint(0, len(ids), drawn.shape, generator=generator)]
+        return drawn.clamp(max=2**31 - 1)
 
-        def of(ids: Tensor) -> Tensor:
-            return ids[torch.randint(0, len(ids), shape, generator=generator)]
-
-        return {
-            "any": inside,
-            "one": inside.flatten()[:1].expand(shape).clone(),
-            "edges": of(edges),
-            "outside": of(outside),
-            "some outside": torch.where(chosen, of(outside), inside),
-        }[self.labels]
-
-    def _upstream(self) -> Tensor:
-        generator = self.generator(2)
-        normal = torch.randn(self.b, self.s, generator=generator)
-        mask = (torch.rand(self.b, self.s, generator=generator) < 0.7).float()
+    def _upstream(self, normal: Tensor, generator: torch.Generator) -> Tensor:
         one = torch.zeros_like(normal)
-        one.view(-1)[self.seed % max(1, one.numel()) :][:1] = 1.5
+        one.view(-1)[self.seed % one.numel()] = 1.5
         return {
             "normal": normal,
-            "mask": mask,
+            "mask": (torch.rand(normal.shape, generator=generator) < 0.7).float(),
             "one token": one,
             "zeros": torch.zeros_like(normal),
             "equal": torch.ones_like(normal),
@@ -287,18 +231,6 @@ Evaluate = Callable[[torch.dtype, Roundings | None], Parts]
 #: Draws of roundings: the first number, and more where the error is above what they allow.
 DRAWS = (8, 64, 512)
 
-#: What was tried, for the report of a long run.
-TRIED: Counter[str] = Counter()
-
-
-def tried(name: str, problem: DrawnProblem) -> None:
-    """Count an example of the property ``name``."""
-    plan = problem.config.strategy
-    for counted in (name, str(problem.dtype), plan, problem.values, f"TP {len(problem.shards)}"):
-        TRIED[counted] += 1
-    for option in filter(None, problem.config.loss_options.split(", ")):
-        TRIED[option] += 1
-
 
 def check(problem: DrawnProblem, result: Parts, evaluate: Evaluate) -> float:
     """Every part within the bound of its dtype; gives the largest error over its bound.
@@ -318,7 +250,6 @@ def check(problem: DrawnProblem, result: Parts, evaluate: Evaluate) -> float:
         error, of_eager = relative_error(value, true), relative_error(yardstick, true)
         bound = max(2 * of_eager if math.isfinite(of_eager) else 0.0, floor(name, true, dtype))
         if not error <= bound:
-            TRIED[f"eager's error of {name} was luck"] += 1
             for seed in range(DRAWS[-1]):
                 if seed in DRAWS and error <= bound:
                     break
@@ -327,7 +258,6 @@ def check(problem: DrawnProblem, result: Parts, evaluate: Evaluate) -> float:
                     drawn.append(evaluate(torch.float64, roundings))
                 bound = max(bound, 2 * relative_error(select(drawn[seed][name]), true))
         if error > bound >= 1:  # zeros would pass: the roundings leave no digit
-            TRIED[f"no digit of {name} is left"] += 1
             assert value.isfinite().all()
             continue
         assert error <= bound, f"{name}: error {error:.3e} above {bound:.3e}"
@@ -359,16 +289,12 @@ def comparable(inputs: HeadInputs, result: Parts, eager: Parts) -> dict[str, Cal
             told = finite & (held | torch.isfinite(eager[name]))
             if name in ("loss", "log_prob"):
                 told &= ~_ties_by_rounding(inputs)
-            selected[name] = partial(_select, tokens=told)
+            selected[name] = partial(torch.masked_select, mask=told)
         elif holds_gradients(inputs) and name == "grad_hidden":
             selected[name] = lambda grad: grad.transpose(0, 1)[held]
         elif holds_gradients(inputs) and bool(held.all()):
             selected[name] = lambda grad: grad
     return selected
-
-
-def _select(per_token: Tensor, tokens: Tensor) -> Tensor:
-    return per_token[tokens]
 
 
 def _ties_by_rounding(inputs: HeadInputs) -> Tensor:
@@ -416,78 +342,56 @@ def holds_gradients(inputs: HeadInputs) -> bool:
 
 # --- what hypothesis draws -------------------------------------------------------------------
 
-SIZES = st.integers(1, 24)
 #: Mostly 0; then towards where numbers vanish and where they overflow.
 LOG2 = st.just(0) | st.integers(-8, 8) | st.sampled_from((-140, -100, -24, 15, 40, 62))
+#: Of shards; one-token shards are the second most likely.
+ROWS = st.integers(1, 24) | st.just(1) | st.integers(60, 150)
 
 
 @st.composite
-def chunkings(draw: Any) -> dict[str, int]:
-    kind = draw(st.sampled_from(("none", "num_chunks", "chunk_tokens")))
-    return {} if kind == "none" else {kind: draw(st.integers(1, 30))}
+def problems(draw: Any, max_shards: int = 1) -> DrawnProblem:
+    def one(*values: Any) -> Any:
+        return draw(st.sampled_from(values))
 
-
-@st.composite
-def loss_options(draw: Any, vocab: int, labels: bool) -> dict[str, Any]:
-    """Any of the options of the loss, mostly few."""
-    taken = draw(st.sets(st.sampled_from(("z", "cap", "mask", "smoothing", "ignore")), max_size=3))
-    taken -= set() if labels else {"smoothing", "ignore"}
-    options: dict[str, Any] = {}
-    if "z" in taken:
-        options["z_loss"] = draw(st.sampled_from((1e-4, 1e-2)))
-    if "cap" in taken:
-        options["logit_softcap"] = draw(st.sampled_from((0.5, 5.0, 30.0)))
-    if "mask" in taken:
-        options["true_vocab_size"] = draw(st.integers(1, vocab))
-    num_classes = min(vocab, options.get("true_vocab_size", vocab))
-    if "smoothing" in taken and num_classes > 1:
-        options["label_smoothing"] = draw(st.sampled_from((0.1, 0.5)))
-        options["label_smoothing_form"] = draw(st.sampled_from(("megatron", "pytorch")))
-    options["ignore_index"] = draw(st.sampled_from((-100, -1, 0, vocab - 1))) if "ignore" in taken else None
-    return options
-
-
-@st.composite
-def problems(
-    draw: Any, max_shards: int = 1, labels: tuple[str, ...] = LABELS, strategies: tuple[str, ...] = STRATEGIES
-) -> DrawnProblem:
-    """``labels`` empty for a head without: no option of labels either."""
     num_shards = draw(st.integers(min(2, max_shards), max_shards))
-    # One-token shards are the second most likely.
-    rows = st.integers(1, 24) | st.just(1) | st.integers(60, 150)
-    shards = tuple(draw(rows) for _ in range(num_shards))
-    values = draw(st.sampled_from(VALUES))
+    shards = tuple(draw(ROWS) for _ in range(num_shards))
     sequence_parallel = num_shards > 1 and draw(st.booleans())
-    strategy = draw(st.sampled_from(strategies))
+    classes, chunks = draw(st.integers(1, sum(shards))), draw(st.integers(1, 30))
+    masked = one(False, False, True)
     config = FusedCEConfig(
-        strategy=strategy,
-        **draw(chunkings()),
-        **draw(loss_options(sum(shards), bool(labels))),
-        logit_scale=draw(st.sampled_from((1.0, 1.0, 0.25, -1.5, 2.0**-20))),
-        merge=draw(st.sampled_from(("packed", "all_reduce"))),
+        strategy=one(*STRATEGIES),
+        **one({}, {"num_chunks": chunks}, {"chunk_tokens": chunks}),
+        z_loss=one(0.0, 0.0, 1e-4, 1e-2),
+        logit_softcap=one(None, None, None, 0.5, 5.0, 30.0),
+        true_vocab_size=classes if masked else None,
+        label_smoothing=one(0.0, 0.0, 0.1, 0.5) if (classes if masked else sum(shards)) > 1 else 0.0,
+        label_smoothing_form=one("megatron", "pytorch"),
+        ignore_index=one(None, None, None, -100, -1, 0, sum(shards) - 1),
+        logit_scale=one(1.0, 1.0, 0.25, -1.5, 2.0**-20),
+        merge=one("packed", "all_reduce"),
         debug_checks=len(set(shards)) > 1,
     )
     return DrawnProblem(
         seed=draw(st.integers(0, 10**6)),
         s=draw(st.integers(1, 12)) * (num_shards if sequence_parallel else 1),
         b=draw(st.integers(1, 4)),
-        hidden_size=draw(SIZES),
+        hidden_size=draw(st.integers(1, 24)),
         shards=shards,
-        dtype=draw(st.sampled_from(DTYPES)),
-        values=values,
+        dtype=one(*DTYPES),
+        values=one(*KINDS),
         log2_hidden=draw(LOG2),
         log2_weight=draw(LOG2),
-        labels=draw(st.sampled_from(labels or ("any",))),
-        upstream=draw(st.sampled_from(UPSTREAMS)),
+        labels=one(*LABELS),
+        upstream=one(*UPSTREAMS),
         # Not below fp32's normal numbers: eager's check calls that nothing.
         log2_upstream=draw(LOG2.filter(lambda bits: bits > -126)),
-        strides=draw(st.tuples(*[st.sampled_from(STRIDES)] * 3)),
+        strides=(one(*STRIDES), one(*STRIDES), one(*STRIDES)),
         flat=draw(st.booleans()),
         int32=draw(st.booleans()),
-        temperature=draw(st.sampled_from(("", "", "number", "per token"))),
-        main_grad=draw(st.sampled_from(("", "fp32", "low"))),
+        temperature=one("", "", "number", "per token"),
+        main_grad=one("", "fp32", "low"),
         sequence_parallel=sequence_parallel,
         names_start=draw(st.booleans()),
-        log2_promise=draw(st.sampled_from((0, 0, 16, -24))),
+        log2_promise=one(0, 0, 16, -24),
         config=config,
     )
