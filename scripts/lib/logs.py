@@ -87,6 +87,37 @@ def _printed(last: int, text: str, first: int | None) -> Point:
 
 
 @dataclass
+class Figures:
+    """What one run's logs say."""
+
+    status: str = "ok"  # ok, failed, out of memory, timed out
+    losses: dict[str, list[float]] = field(default_factory=dict)  # per name, per logged iteration
+    grad_norms: list[float] = field(default_factory=list)
+    skipped: list[int] = field(default_factory=list)  # lines whose steps' loss scale overflowed
+    iteration_times_ms: list[float] = field(default_factory=list)
+    max_allocated_mb: float | None = None
+    heads_fused: int | None = None
+    logits_materialised: int | None = None
+    heads_stock: int | None = None
+    wall_s: float = 0.0
+    gpu: dict[str, float] = field(default_factory=dict)  # medians of its clock, power and temperature
+    error: str = ""
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether heads were evaluated fused, and no logits materialised."""
+        return bool(self.heads_fused) and not self.logits_materialised
+
+    def time_ms(self, warmup: int) -> tuple[float, float] | tuple[None, None]:
+        """An iteration's median after the first ``warmup``, and its spread: largest less smallest over it."""
+        times = self.iteration_times_ms[warmup:]
+        if not times:
+            return None, None
+        median = statistics.median(times)
+        return round(median, 3), round((max(times) - min(times)) / median, 4)
+
+
+@dataclass
 class Record:
     """What one run wrote about its training."""
 
@@ -98,11 +129,7 @@ class Record:
     skipped: dict[int, int] = field(default_factory=dict)  # line's iteration -> steps skipped
     restarts: list[int] = field(default_factory=list)  # first iteration of each later start
     num_repeated: int = 0  # lines of an iteration that had one already
-    heads: tuple[int, ...] = ()  # fused, on the stock path, with logits materialised
-    times_ms: list[float] = field(default_factory=list)
-    memory_mb: list[float] = field(default_factory=list)
-    error: str = ""
-    is_out_of_memory: bool = False
+    figures: Figures = field(default_factory=Figures)  # what it says of the launch
     _exact: dict[int, dict[str, float]] = field(default_factory=dict)
     _lines: list[int] = field(default_factory=list)  # iterations logged since the last start
     _last: int = 0  # the last iteration logged
@@ -119,8 +146,18 @@ class Record:
     @property
     def facts(self) -> dict[str, object]:
         """Of a result file."""
-        own = ("kind", "precision", "heads", "skipped", "restarts")
-        return {name: getattr(self, name) for name in own} | {"iterations": self.iterations()}
+        own = ("kind", "precision", "skipped", "restarts")
+        heads = self.figures.heads_fused, self.figures.heads_stock, self.figures.logits_materialised
+        more = {"heads": heads, "iterations": self.iterations()}
+        return {name: getattr(self, name) for name in own} | more
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader of a comparison should know of it."""
+        again = ", ".join(map(str, self.restarts[:5]))
+        starts = [f"{self.name} was restarted at iteration {again}: the last start counts"] if again else []
+        twice = f"{self.name} has {self.num_repeated} lines twice: the last of each counts"
+        return [*starts, *[twice] * bool(self.num_repeated)]
 
     def add(self, name: str, point: Point) -> None:
         """The last of an iteration wins."""
@@ -131,8 +168,7 @@ class Record:
 
     def read(self, lines: Iterable[str]) -> bool:
         """One more log, of a later start or another rank; whether it has lines of iterations."""
-        self._lines = []
-        has_iterations = False
+        self._lines, has_iterations, figures = [], False, self.figures
         for line in lines:
             if match := _EXACT.search(line):
                 exact = json.loads(match[1])
@@ -148,16 +184,18 @@ class Record:
                     if name.endswith(" value"):
                         self.add(f"{name.removesuffix(' value')} {which}", _printed(last, text, last))
             elif match := _COUNTERS.search(line):
-                self.heads = tuple(map(int, match.groups()))
+                heads = map(int, match.groups())
+                figures.heads_fused, figures.heads_stock, figures.logits_materialised = heads
             elif match := _MEMORY.search(line):
-                self.memory_mb.append(float(match[1]))
+                figures.max_allocated_mb = max(figures.max_allocated_mb or 0.0, float(match[1]))
             elif match := _PRECISION.match(line):
                 self.precision = match[1]
             elif _START.search(line):
                 self._lines = []
             if match := _ERROR.match(line):
-                self.error = self.error or match[1].strip()
-            self.is_out_of_memory |= bool(_OUT_OF_MEMORY.search(line))
+                figures.error = figures.error or match[1].strip()
+            if _OUT_OF_MEMORY.search(line):
+                figures.status = "out of memory"
         return has_iterations
 
     def _iteration(self, last: int, columns: dict[str, str]) -> None:
@@ -190,7 +228,7 @@ class Record:
             is_exact = name in exact
             self.add(name, Point(last, exact[name], last) if is_exact else _printed(last, text, firsts[name]))
         if time := columns.get("elapsed time per iteration (ms)"):
-            self.times_ms.append(float(time))
+            self.figures.iteration_times_ms.append(float(time))
 
 
 def read_logs(name: str, texts: Iterable[Iterable[str]]) -> Record:
@@ -204,46 +242,13 @@ def read_logs(name: str, texts: Iterable[Iterable[str]]) -> Record:
 # --- a launch's figures ----------------------------------------------------------------------
 
 
-@dataclass
-class Figures:
-    """What one run's logs say."""
-
-    status: str = "ok"  # ok, failed, out of memory, timed out
-    losses: dict[str, list[float]] = field(default_factory=dict)  # per name, per logged iteration
-    grad_norms: list[float] = field(default_factory=list)
-    skipped: list[int] = field(default_factory=list)  # lines whose steps' loss scale overflowed
-    iteration_times_ms: list[float] = field(default_factory=list)
-    max_allocated_mb: float | None = None
-    heads_fused: int | None = None
-    logits_materialised: int | None = None
-    heads_stock: int | None = None
-    wall_s: float = 0.0
-    gpu: dict[str, float] = field(default_factory=dict)  # medians of its clock, power and temperature
-    error: str = ""
-
-    @property
-    def is_fused(self) -> bool:
-        """Whether heads were evaluated fused, and no logits materialised."""
-        return bool(self.heads_fused) and not self.logits_materialised
-
-    def time_ms(self, warmup: int) -> tuple[float, float] | tuple[None, None]:
-        """An iteration's median after the first ``warmup``, and its spread: largest less smallest over it."""
-        times = self.iteration_times_ms[warmup:]
-        if not times:
-            return None, None
-        median = statistics.median(times)
-        return round(median, 3), round((max(times) - min(times)) / median, 4)
-
-
 def parse_logs(texts: Iterable[str]) -> Figures:
     """Figures from the logs of a run's ranks (each rank's output apart, so lines are whole)."""
     run = read_logs("", (text.splitlines() for text in texts))
-    losses = {name: [point.value for point in curve] for name, curve in run.curves.items()}
-    norms, status = losses.pop(GRAD_NORM, []), "out of memory" if run.is_out_of_memory else "ok"
-    peak = max(run.memory_mb, default=0.0) or None
-    figures = Figures(status, losses, norms, [*run.skipped], run.times_ms, peak, error=run.error)
-    if run.heads:
-        figures.heads_fused, figures.heads_stock, figures.logits_materialised = run.heads
+    figures = run.figures
+    figures.skipped = [*run.skipped]
+    figures.losses = {name: [point.value for point in curve] for name, curve in run.curves.items()}
+    figures.grad_norms = figures.losses.pop(GRAD_NORM, [])
     return figures
 
 
@@ -282,16 +287,14 @@ def read_tensorboard(name: str, path: Path) -> Record:
     events.Reload()
     tags, starts = events.Tags(), set[int]()
     for tag, match in ((tag, _SCALAR.fullmatch(tag)) for tag in tags["scalars"]):
-        last, repeated = -1, 0
+        last = -1
         for event in events.Scalars(tag) if match else ():
             step = int(event.step)
             if step == last and match and match[1]:
                 continue  # at the end Megatron writes the test set's loss under the validation set's name
-            repeated += step == last
             starts |= {step} if step < last else set()
             record.add(GRAD_NORM if tag == "grad-norm" else tag, Point(step, float(event.value), step))
             last = step
-        record.num_repeated = max(record.num_repeated, repeated)
     record.restarts = sorted(starts)
     if (tag := "params_dtype/text_summary") in tags["tensors"]:  # Megatron writes its arguments as texts
         text: bytes = events.Tensors(tag)[-1].tensor_proto.string_val[0]

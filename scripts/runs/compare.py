@@ -35,6 +35,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, cycle, pairwise
 from operator import itemgetter
+from os.path import commonpath, relpath
 from pathlib import Path
 from statistics import fmean, median_low
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -66,6 +67,7 @@ FIXED = (
     (losses.GRAD_NORM_BOUND, losses.FP32_GRAD_NORM_BOUND),
 )
 STATUS = {"SAME": 0, "DIFFERENT": 1, "INCONCLUSIVE": 3}
+_NAME_SEED = re.compile(r"(.+)-(\d+)(?:\.log)?")
 
 
 # --- points that can be compared ---------------------------------------------------------------
@@ -86,23 +88,12 @@ class Pair(NamedTuple):
         found = losses.relative_difference(self.other, self.reference, self.tolerance)
         return math.inf if found and not (self.other and self.reference) else found
 
-    @property
-    def drift(self) -> float:
-        """Relative, with its sign; nan where one is not finite."""
-        gap = self.other - self.reference
-        return gap / abs(self.reference) if self.reference and math.isfinite(gap) else math.nan
-
-    @property
-    def gap(self) -> float:
-        """Other less reference; inf where one alone is finite, nan where neither is."""
-        how_many = math.isfinite(self.other) + math.isfinite(self.reference)
-        return (math.nan, math.inf, self.other - self.reference)[how_many]
-
-    @property
-    def log_ratio(self) -> float:
-        """Of norms; inf where the difference is."""
+    def apart(self, is_norm: bool = False) -> float:
+        """Other less reference, of norms the log ratio; inf where the difference is."""
         found = self.difference
-        return math.log(self.other / self.reference) if 0 < found < math.inf else found
+        if is_norm and 0 < found < math.inf:
+            return math.log(self.other / self.reference)
+        return found if is_norm or found == math.inf else self.other - self.reference
 
 
 #: Of a curve, by name and seed; and a number of each run.
@@ -118,42 +109,31 @@ def pairs_of(reference: Record, other: Record, curve: str) -> list[Pair]:
     runs = [run.curves.get(curve, []) for run in (reference, other)]
     edges = [{end for p in run if p.first is not None for end in (p.first - 1, p.last)} for run in runs]
     cuts = sorted(edges[0] & edges[1])
-    known: list[dict[int, list[Point]]] = [{}, {}]
-    unknown: list[dict[int, Point]] = [{}, {}]
-    for run, groups, single in zip(runs, known, unknown, strict=True):
+    groups: list[dict[int, list[Point]]] = [
+        {},
+        {},
+    ]  # by the cut that a point ends at or before, or -iteration
+    for run, group in zip(runs, groups, strict=True):
         for point in run:
-            if point.first is None:
-                single[point.last] = point
-            else:
-                groups.setdefault(bisect_left(cuts, point.last), []).append(point)
+            at = -point.last if point.first is None else bisect_left(cuts, point.last)
+            group.setdefault(at, []).append(point)
+    are_alike = (reference.kind, reference.fine_stamps) == (other.kind, other.fine_stamps)
     pairs = []
-    for at in range(1, len(cuts)):
-        both = [groups.get(at, []) for groups in known]
-        if all(sum(point.length for point in group) == cuts[at] - cuts[at - 1] for group in both):
-            pairs.append(_mean_pair(*both))
-    if (reference.kind, reference.fine_stamps) == (other.kind, other.fine_stamps):
-        pairs += [_mean_pair([p], [unknown[1][last]]) for last, p in unknown[0].items() if last in unknown[1]]
+    for at in groups[0].keys() & groups[1].keys():
+        both = [group[at] for group in groups]
+        lengths = [sum(point.length for point in points) for points in both]
+        if are_alike if at < 0 else 0 < at < len(cuts) and {*lengths} == {cuts[at] - cuts[at - 1]}:
+            sums = [sum(point.value * point.length for point in points) for points in both]
+            # 5.1 - 5.0 is a little more than 0.1.
+            tolerance = max(point.unit for point in chain(*both)) * (1 + 1e-6)
+            first, last, means = both[0][0].first, both[0][-1].last, map(float.__truediv__, sums, lengths)
+            pairs.append(Pair(first, last, *means, tolerance))
     return sorted(pairs, key=lambda pair: pair.iteration)
-
-
-def _mean_pair(*runs: list[Point]) -> Pair:
-    # 5.1 - 5.0 is a little more than 0.1.
-    tolerance = max(point.unit for point in chain(*runs)) * (1 + 1e-6)
-    reference, other = (
-        run[0].value if len(run) == 1 else sum(p.value * p.length for p in run) / sum(p.length for p in run)
-        for run in runs
-    )
-    return Pair(runs[0][0].first, runs[0][-1].last, reference, other, tolerance)
 
 
 def within(pairs: list[Pair], first: int, last: int) -> list[Pair]:
     at = itemgetter(1)
     return pairs[bisect_left(pairs, first, key=at) : bisect_right(pairs, last, key=at)]
-
-
-def spacing(pairs: Sequence[Pair]) -> int:
-    """Iterations from one to the next, mostly."""
-    return median_low([b.iteration - a.iteration for a, b in pairwise(pairs)] or [0])
 
 
 def start_of(pairs: Sequence[Pair]) -> int:
@@ -176,8 +156,8 @@ def root_mean_square(values: Iterable[float]) -> float:
     return math.sqrt(mean(value * value for value in values))
 
 
-def distance(pairs: list[Pair], first: int, last: int, is_norm: bool) -> float:
-    return root_mean_square(p.log_ratio if is_norm else p.gap for p in within(pairs, first, last))
+def distance(pairs: list[Pair], first: int, last: int, is_norm: bool = False) -> float:
+    return root_mean_square(pair.apart(is_norm) for pair in within(pairs, first, last))
 
 
 def blocks(start: int, end: int, shortest: int = 10) -> list[tuple[int, int]]:
@@ -245,6 +225,12 @@ class Judge:
         known = [size for size in sizes if not math.isnan(size)]
         return max(least, *known) if known else otherwise
 
+    def of_blocks(self, sizes: Sequence[Values], digits: float) -> list[float]:
+        """Each block's bound: by the largest noise of this block, an earlier one or the next."""
+        noise = [self.of_noise(of) for of in sizes]
+        known = [[IN_BLOCK * size for size in noise[: at + 2] if size >= 0] for at in range(len(noise))]
+        return [max(digits, *near) if near else math.nan for near in known]
+
     def figures(self, curve: str, pairs: Pairs, start: int, is_fp32: bool) -> Iterator[Figure]:
         """Of one pair relative differences, of seeds differences; gradient norms have no last iterations.
 
@@ -252,7 +238,7 @@ class Judge:
         are few, and its noise jumps more than the losses'.
         """
         is_norm, mine = curve == GRAD_NORM, [*chain(*pairs[self.judged].values())]
-        begin, end = min(pair.iteration for pair in mine), max(pair.iteration for pair in mine)
+        end, until = max(pair.iteration for pair in mine), start + self.first - 1
         worst, every = max(mine, key=lambda pair: pair.difference), of_each(pairs, largest)
         at = f"all (largest at iteration {worst.iteration})" if worst.difference else "all"
         is_all = self.by_seed and " loss " in curve  # a validation
@@ -261,57 +247,51 @@ class Judge:
         if is_all:
             return
         runs = [run for name in (self.judged, *self.noise) for run in pairs.get(name, {}).values()]
-        known = [pair for pair in chain(*runs) if math.isfinite(pair.reference)]
-        resolution = losses.GRAD_NORM_RESOLUTION if is_norm else losses.LOSS_RESOLUTION
-        size = max((abs(pair.reference) for pair in known), default=0.0)
-        digits = max([resolution * size, *(pair.tolerance for pair in known)])
-        if not is_norm:
+        sizes = [(abs(pair.reference), pair.tolerance) for pair in chain(*runs) if pair.reference]
+        # What printed digits can tell: of losses seven, of norms, as a ratio, those behind the point.
+        digits = losses.LOSS_RESOLUTION * max((size for size, _ in sizes if size < math.inf), default=0.0)
+        if is_norm:
+            ratios = [tolerance / size for size, tolerance in sizes]
+            digits = max(losses.GRAD_NORM_RESOLUTION, median_low(ratios or [0.0]))
+        else:
             # Means of few seeds can be near 0 by chance; those of the iterations before seldom are, too.
             last, before = (of_each(pairs, partial(self.late, end=at)) for at in (end, end - LAST))
             least, otherwise = (digits, math.nan) if self.by_seed else (DRIFT, DRIFT)
-            bound = self.twice(least, last, before, otherwise=otherwise)
-            yield Figure(curve, f"last {LAST}", last, mean, bound)
-        first = of_each(pairs, partial(self.early, begin=begin, until=start + self.first - 1))
+            yield Figure(
+                curve, f"last {LAST}", last, mean, self.twice(least, last, before, otherwise=otherwise)
+            )
+        # A mean over more iterations is nearer to another than they are.
+        steps = [median_low([b.iteration - a.iteration for a, b in pairwise(run)] or [0]) for run in runs]
+        alike = len({*steps}) == 1
+        first = of_each(pairs, partial(self.early, start=start, until=until, is_norm=is_norm))
+        bound = self.twice(digits, first) if alike else math.nan
         if not self.by_seed:
             usual, given = FIXED[is_norm][is_fp32], (self.first_bound, self.first_grad_norm_bound)[is_norm]
             bound = self.twice(usual if is_norm else losses.LOSS_RESOLUTION, first, otherwise=usual)
-            yield Figure(curve, f"first {self.first}", first, max, bound if given is None else given)
-            return
-        # A mean over more iterations is nearer to another than they are.
-        alike = len({*map(spacing, runs)}) == 1
-        bound = self.twice(digits, first) if alike else math.nan
+            bound = bound if given is None else given
         yield Figure(curve, f"first {self.first}", first, root_mean_square, bound)
-        if is_norm:  # of ratios
-            ratios = [pair.tolerance / pair.reference for pair in known if pair.reference]
-            digits = max(resolution, median_low(ratios or [0.0]))
-        parts = blocks(start, end)
-        sizes = [of_each(pairs, partial(distance, first=a, last=b, is_norm=is_norm)) for a, b in parts]
-        for (a, b), of, bound in zip(parts, sizes, self.of_blocks(sizes, digits), strict=True):
-            bound = bound if alike else math.nan
-            yield Figure(curve, f"iterations {a} to {b}", of, root_mean_square, bound)
-
-    def of_blocks(self, sizes: Sequence[Values], digits: float) -> list[float]:
-        """Each block's bound: by the largest noise of this block, an earlier one or the next."""
-        noise = [self.of_noise(of) for of in sizes]
-        known = [[IN_BLOCK * size for size in noise[: at + 2] if size >= 0] for at in range(len(noise))]
-        return [max(digits, *near) if near else math.nan for near in known]
+        parts = blocks(start, end) if self.by_seed else []
+        of = [of_each(pairs, partial(distance, first=a, last=b, is_norm=is_norm)) for a, b in parts]
+        for (a, b), values, bound in zip(parts, of, self.of_blocks(of, digits), strict=True):
+            at = f"iterations {a} to {b}"
+            yield Figure(curve, at, values, root_mean_square, bound if alike else math.nan)
 
     def late(self, run: list[Pair], end: int) -> float:
-        return mean(p.gap if self.by_seed else p.drift for p in within(run, end - LAST + 1, end))
+        those = within(run, end - LAST + 1, end)
+        return mean(p.apart() / (1.0 if self.by_seed else abs(p.reference) or 1.0) for p in those)
 
-    def early(self, run: list[Pair], begin: int, until: int) -> float:
+    def early(self, run: list[Pair], start: int, until: int, is_norm: bool) -> float:
         """nan where too few lines have these iterations."""
-        those = within(run, begin, until)
+        those = within(run, start, until)
         if not those or those[-1].iteration <= min(until, run[-1].iteration) - self.first / 2:
             return math.nan
-        return root_mean_square(pair.gap for pair in those) if self.by_seed else largest(those)
+        return distance(those, start, until, is_norm) if self.by_seed else largest(those)
 
 
 # --- a comparison --------------------------------------------------------------------------------
 
 #: By name and seed; one pair's seed is 0.
 Runs = dict[str, dict[int, Record]]
-_NAME_SEED = re.compile(r"(.+)-(\d+)(?:\.log)?")
 
 
 @dataclass
@@ -332,26 +312,24 @@ class Comparison:
 
     @property
     def main(self) -> Pairs:
-        return next(iter(self.pairs.values()))
+        return next(iter(self.pairs.values()), {})
 
     def on_the_way(self, curve: str, name: str) -> list[tuple[int, float]]:
         """Last iteration of each block, from the first on, and the distance in it."""
         runs = [*self.pairs[curve][name].values()]
         of = blocks(self.start, max(run[-1].iteration for run in runs), 1)
-        sizes = [root_mean_square(distance(run, *block, False) for run in runs) for block in of]
+        sizes = [root_mean_square(distance(run, *block) for run in runs) for block in of]
         return [(end, size) for (_, end), size in zip(of, sizes, strict=True) if not math.isnan(size)]
 
     @property
     def verdict(self) -> str:
         seeds, *others = (len(self.main.get(name, {})) for name in (self.judge.judged, *self.judge.noise))
-        if self.judge.by_seed and min(seeds, sum(others)) < FEWEST_SEEDS:
-            return "INCONCLUSIVE"
-        if self.problems:
-            return "DIFFERENT"
         # The last iterations alone miss most errors.
         first = f"{next(iter(self.pairs))}, first"
         told = any(figure.what.startswith(first) and figure.bound >= 0 for figure in self.figures)
-        return "SAME" if told or not self.judge.by_seed else "INCONCLUSIVE"
+        if self.judge.by_seed and min(seeds, sum(others)) < FEWEST_SEEDS:
+            return "INCONCLUSIVE"
+        return "DIFFERENT" if self.problems else "SAME" if told or not self.judge.by_seed else "INCONCLUSIVE"
 
     @property
     def looked_at(self) -> str:
@@ -363,85 +341,81 @@ class Comparison:
         return f"looked at: {', '.join(curves)}; iterations {self.start} to {end}, {lines}"
 
     def add(self, figure: Figure) -> None:
-        judged, noise = self.judge.judged, [name for name in self.judge.noise if name in figure.values]
+        judged, bound = self.judge.judged, figure.bound
         if judged in figure.values:
             self.figures.append(figure)
             if not figure.is_within(judged):
-                by = f"{figure.over(judged):+.1e}, bound {figure.bound:.1e}"
-                self.problems.append(f"{figure.what} differs: {by}")
-            if math.isnan(figure.bound) and not figure.is_block:
-                why = "runs log other iterations" if noise else "no run of --against-noise has it"
-                self.notes.append(f"{figure.what}: not judged, since {why}")
-            elif self.judge.noise and not noise and figure.bound < math.inf:
-                self.notes.append(f"{figure.what}: a fixed bound, since no run of --against-noise has it")
-        elif not figure.is_block:
+                self.problems.append(f"{figure.what} differs: {figure.over(judged):+.1e}, bound {bound:.1e}")
+        if figure.is_block:
+            return
+        has_noise = any(name in figure.values for name in self.judge.noise)
+        why = "runs log other iterations" if has_noise else "no run of --against-noise has it"
+        if judged not in figure.values:
             self.notes.append(f"{figure.what}: no line has these alone; --log-interval 1 would tell more")
+        elif math.isnan(bound):
+            self.notes.append(f"{figure.what}: not judged, since {why}")
+        elif self.judge.noise and not has_noise and bound < math.inf:
+            self.notes.append(f"{figure.what}: a fixed bound, since {why}")
 
 
 def compare(runs: Runs, judge: Judge, notes: Iterable[str] = ()) -> Comparison:
     """Raises UsageError where a name has no run with the iterations of the reference's of its seed."""
     found, skipped = Comparison(judge, runs, [*notes]), Values()
     for name, seed, run in [(name, seed, run) for name, of in runs.items() for seed, run in of.items()]:
-        if run.restarts:
-            again = ", ".join(map(str, run.restarts[:5]))
-            found.notes.append(f"{run.name} was restarted at iteration {again}: the last start counts")
-        if run.num_repeated:
-            found.notes.append(f"{run.name} has {run.num_repeated} lines twice: the last of each counts")
+        found.notes += run.notes
         beside = runs[judge.reference].get(seed)
         if name == judge.reference or beside is None:
             continue
         curves = {curve: pairs_of(beside, run, curve) for curve in beside.curves if curve in run.curves}
         main = next((loss for loss in beside.training_losses if curves.get(loss)), "")
         if not main:
-            found.notes.append(_nothing_shared(beside, run))
+            ranges = ["{} {} to {}".format(each.name, *each.iterations()) for each in (beside, run)]
+            found.notes.append(f"the runs have no loss over the same iterations ({', '.join(ranges)})")
+            if run.kind != beside.kind:
+                found.notes.append(
+                    "beside a log, TensorBoard needs every iteration: --tensorboard-log-interval 1"
+                )
         for curve, pairs in curves.items() if main else ():
             if judge.by_seed and curve not in (main, GRAD_NORM) and not re.match("mtp|.* loss ", curve):
                 continue
             if those := [p for p in pairs if name not in judge.noise or math.isfinite(p.difference)]:
                 found.pairs.setdefault(curve, {}).setdefault(name, {})[seed] = those
-        if run.kind == beside.kind == "log":  # TensorBoard does not tell
-            skipped.setdefault(name, {})[seed] = len(at := _skips(beside, run))
+        if run.kind != beside.kind:  # TensorBoard has names of its own
+            continue
+        if run.kind == "log":  # TensorBoard tells of no skipped step
+            at = _skips(beside, run)
+            skipped.setdefault(name, {})[seed] = len(at)
             steps = ", ".join(map(str, at[:5]))
             found.notes += [f"{run.name} skipped other steps: {steps}"] * (name == judge.judged and bool(at))
-        if run.kind == beside.kind and name == judge.judged:  # the other kind has names of its own
-            for curve in beside.curves.keys() ^ run.curves.keys():
-                if judge.by_seed or " loss " not in curve:
-                    one = beside if curve in beside.curves else run
-                    found.problems.append(f"only {one.name} logs {curve}")
+        for curve in beside.curves.keys() ^ run.curves.keys() if name == judge.judged else ():
+            if judge.by_seed or " loss " not in curve:
+                one = beside if curve in beside.curves else run
+                found.problems.append(f"only {one.name} logs {curve}")
     order = sorted(found.pairs, key=lambda curve: (" loss " in curve, curve == GRAD_NORM))
     found.pairs = {curve: found.pairs[curve] for curve in order if judge.judged in found.pairs[curve]}
-    shared = found.main if found.pairs else {}
-    without = [name for name in (judge.judged, *judge.noise) if name not in shared]
+    without = [name for name in (judge.judged, *judge.noise) if name not in found.main]
     if without and (judge.by_seed or judge.judged in without):
         why = f"no run NAME-SEED of {', '.join(without)} is beside {judge.reference} of the same seed"
         raise UsageError("; ".join(["nothing to compare", *[why] * judge.by_seed, *found.notes[:3]]))
-    of_judged = [pair for run in shared[judge.judged].values() for pair in run]
-    if not any(math.isfinite(pair.reference) or math.isfinite(pair.other) for pair in of_judged):
+    of_judged = [*found.main[judge.judged].values()]
+    if not any(math.isfinite(pair.reference) or math.isfinite(pair.other) for pair in chain(*of_judged)):
         raise UsageError("nothing to compare: no loss is finite in either run")
-    found.start = min(start_of(run) for run in shared[judge.judged].values())
+    found.start = min(map(start_of, of_judged))
     of_pair = [run for name in (judge.reference, judge.judged) for run in runs[name].values()]
     is_fp32 = {run.precision for run in of_pair} == {"float32"}
     for curve, of_curve in found.pairs.items():
         for figure in judge.figures(curve, of_curve, found.start, is_fp32):
             found.add(figure)
-        missing = [p.iteration for run in of_curve[judge.judged].values() for p in run if math.isnan(p.gap)]
+        missing = [p.iteration for p in chain(*of_curve[judge.judged].values()) if math.isnan(p.apart())]
         for first in missing[:1]:
             found.notes.append(f"{curve} is nan in both runs on {len(missing)} lines, from {first} on")
     if not judge.by_seed and len({run.iterations() for run in of_pair}) > 1:
         each = ", ".join("{} has {} to {}".format(run.name, *run.iterations()) for run in of_pair)
-        found.notes.append(f"compared are iterations {found.start} to {of_judged[-1].iteration}: {each}")
+        found.notes.append(f"compared are iterations {found.start} to {of_judged[0][-1].iteration}: {each}")
     if judge.judged in skipped:
         bound = judge.twice(0.0, skipped, otherwise=0.0)
         found.add(Figure("skipped steps", "lines", skipped, root_mean_square, bound))
     return found
-
-
-def _nothing_shared(reference: Record, other: Record) -> str:
-    ranges = [f"{run.name} {run.iterations()[0]} to {run.iterations()[1]}" for run in (reference, other)]
-    text = f"the runs have no loss over the same iterations ({', '.join(ranges)})"
-    if reference.kind != other.kind:
-        text += "; beside a log, TensorBoard needs every iteration: --tensorboard-log-interval 1"
-    return text
 
 
 def _skips(*runs: Record) -> list[int]:
@@ -456,22 +430,26 @@ def series_of(folder: Path, judge: Judge) -> Comparison:
 
     Raises UsageError where one of the names has none that can be paired, or is given twice.
     """
-    if len({judge.reference, judge.judged, *judge.noise}) != 2 + len(judge.noise):
-        raise UsageError("a run is no noise of itself: give --against-noise other names, each once")
-    found, runs, notes = list[Record](), Runs({judge.reference: {}}), list[str]()
-    paths = sorted(folder.iterdir()) if folder.is_dir() else []
-    for path in (path for path in paths if _NAME_SEED.fullmatch(path.name)):
-        try:
-            found.append(read_run(path, path.name))
-        except UsageError as error:
-            notes.append(f"left out: {error}")
-    last = max((run.iterations()[1] for run in found), default=0)
-    for run in found:
+    _refuse_twice([judge.reference, judge.judged, *judge.noise])
+    found, runs, notes = list[tuple[str, int, Record]](), Runs({judge.reference: {}}), list[str]()
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        if match := _NAME_SEED.fullmatch(path.name):
+            try:
+                found.append((match[1], int(match[2]), read_run(path, path.name)))
+            except UsageError as error:
+                notes.append(f"left out: {error}")
+    last = max((run.iterations()[1] for _, _, run in found), default=0)
+    for name, seed, run in found:
         if (end := run.iterations()[1]) < last:
             notes.append(f"left out: {run.name} ends at iteration {end}")
-        elif match := _NAME_SEED.fullmatch(run.name):
-            runs.setdefault(match[1], {})[int(match[2])] = run
+        else:
+            runs.setdefault(name, {})[seed] = run
     return compare(runs, judge, notes)
+
+
+def _refuse_twice(runs: Sequence[object]) -> None:
+    if len({*runs}) < len(runs):
+        raise UsageError("a run is given twice: it is neither another nor a noise of itself")
 
 
 # --- what is written ---------------------------------------------------------------------------
@@ -484,12 +462,11 @@ def report(found: Comparison, out: Path, source: Row, console: Console, caption:
     head = ["", "over the seeds", "of each seed"] if judge.by_seed else ["", "difference"]
     table = tables.terminal(f"minus {judge.reference}; red: outside the bound", head)
     for figure in found.figures:
-        names = [name for name in found.names if name in figure.values]
         is_shown = not figure.is_block or not figure.is_within(judge.judged)
         if is_shown:
             bound = f"bound {figure.bound:.1e}" if math.isfinite(figure.bound) else ""
             table.add_row(figure.what, bound, style="bold")
-        for name in names:
+        for name in (name for name in found.names if name in figure.values):
             seeds, differences = zip(*sorted(figure.values[name].items()), strict=True)
             row: Row = {"shape": f"{figure.what}{how} {judge.reference}", "variant": name, "seeds": seeds}
             row |= {"differences": differences, "over_seeds": figure.over(name), "bound": figure.bound}
@@ -500,25 +477,23 @@ def report(found: Comparison, out: Path, source: Row, console: Console, caption:
                 row["curve"] = [p[1:4] for run in found.pairs[figure.curve][name].values() for p in run]
             rows.append(row)
             if is_shown:
-                style, each = "" if row["within"] else "red", " ".join(f"{x:+.1e}" for x in differences)
-                cells = [f"  {name}", f"{row['over_seeds']:+.1e}", each][: len(head)]
-                table.add_row(*cells, style=style)
+                cells = f"  {name}", f"{figure.over(name):+.1e}", " ".join(f"{x:+.1e}" for x in differences)
+                table.add_row(*cells[: len(head)], style="" if row["within"] else "red")
     console.print(table)
-    for words in (*(f"note: {note}" for note in found.notes), *(f"[red]{p}[/red]" for p in found.problems)):
-        console.print(words, soft_wrap=True)
     facts: Row = {"verdict": found.verdict, "problems": found.problems, "notes": found.notes}
     facts |= {"judged": judge.judged, "noise": judge.noise, "caption": caption, "looked_at": found.looked_at}
     facts["runs"] = {run.name: run.facts for of in found.runs.values() for run in of.values()}
     results.write(out / "compare_loss.json", rows, source | facts)
+    lines = [*(f"note: {note}" for note in found.notes), *(f"[red]{p}[/red]" for p in found.problems)]
     if pictures.pyplot() is None:
-        console.print("no picture: matplotlib is not installed")
+        lines.append("no picture: matplotlib is not installed")
     elif judge.by_seed:
         draw_series(results.read(out / "compare_loss.json"), out / "compare_loss.png")
     else:
         draw_pair(found, out / "compare_loss.png")
-    console.print(f"{out}: compare_loss.json\n{found.looked_at}", soft_wrap=True)
     colour = "green" if found.verdict == "SAME" else "red"
-    console.print(f"[{colour}]{found.verdict}[/{colour}]")
+    lines += [f"{out}: compare_loss.json", found.looked_at, f"[{colour}]{found.verdict}[/{colour}]"]
+    console.print("\n".join(lines), soft_wrap=True)
     return STATUS[found.verdict]
 
 
@@ -634,20 +609,15 @@ def _parser() -> cli.Parser:
 
 
 def _given_runs(given: argparse.Namespace) -> dict[str, Path]:
-    """The reference, the other and, where there is one, the noise: by the shortest ends that differ."""
+    """The reference, the other and, where there is one, the noise: by their names below what they share."""
     if len(given.runs) != 2:
         raise UsageError("give two runs: compare REFERENCE OTHER, or --launch -- COMMAND")
     if len(given.against_noise) > 1:
         raise UsageError("one pair is held against one run of --against-noise; several seeds against more")
-    paths = [Path(path) for path in (*given.runs, *given.against_noise)]
-    ends = [path.resolve() for path in paths]
-    if ends[2:] and ends[2] in ends[:2]:
-        raise UsageError("a run is no noise of itself: give --against-noise another")
-    for length in range(1, max(len(path.parts) for path in ends) + 1):
-        names = {"/".join(end.parts[-length:]): path for end, path in zip(ends, paths, strict=True)}
-        if len(names) == len(paths):
-            return names
-    return dict(zip("ABC", paths, strict=False))
+    paths = [Path(path).resolve() for path in (*given.runs, *given.against_noise)]
+    _refuse_twice(paths)
+    shared = commonpath(path.parent for path in paths)
+    return {relpath(path, shared): path for path in paths}
 
 
 def _launch(line: list[str], folder: Path, timeout_s: float, console: Console) -> None:
@@ -696,8 +666,6 @@ def main(words: list[str]) -> int:
     records = {name: {0: read_run(path, name)} for name, path in (runs or _given_runs(given)).items()}
     reference, other, *noise = records
     found = compare(records, Judge(reference, other, noise, first=given.first, **bounds))
-    if not given.launch and Path(given.runs[0]).samefile(given.runs[1]):
-        found.notes.insert(0, f"{given.runs[1]} is given twice: a run is compared with itself")
     return report(found, given.out, source, console)
 
 
