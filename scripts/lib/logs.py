@@ -74,9 +74,9 @@ class Point(NamedTuple):
     unit: float = 0.0  # of the last digit printed; 0: every digit is there
 
     @property
-    def length(self) -> int:
-        """How many iterations."""
-        return 1 if self.first is None else self.last - self.first + 1
+    def span(self) -> range:
+        """Its iterations. Where they are not known, less than 0, so that it meets none but its like."""
+        return range(self.first, self.last + 1) if self.first else range(-self.last, 1 - self.last)
 
 
 def _printed(last: int, text: str, first: int | None) -> Point:
