@@ -128,7 +128,6 @@ class Record:
     fine_stamps: bool = False  # microseconds in its lines: another version of Megatron
     skipped: dict[int, int] = field(default_factory=dict)  # line's iteration -> steps skipped
     restarts: list[int] = field(default_factory=list)  # first iteration of each later start
-    num_repeated: int = 0  # lines of an iteration that had one already
     figures: Figures = field(default_factory=Figures)  # what it says of the launch
     _exact: dict[int, dict[str, float]] = field(default_factory=dict)
     _lines: list[int] = field(default_factory=list)  # iterations logged since the last start
@@ -146,18 +145,10 @@ class Record:
     @property
     def facts(self) -> dict[str, object]:
         """Of a result file."""
-        own = ("kind", "precision", "skipped", "restarts")
-        heads = self.figures.heads_fused, self.figures.heads_stock, self.figures.logits_materialised
-        more = {"heads": heads, "iterations": self.iterations()}
-        return {name: getattr(self, name) for name in own} | more
-
-    @property
-    def notes(self) -> list[str]:
-        """What a reader of a comparison should know of it."""
-        again = ", ".join(map(str, self.restarts[:5]))
-        starts = [f"{self.name} was restarted at iteration {again}: the last start counts"] if again else []
-        twice = f"{self.name} has {self.num_repeated} lines twice: the last of each counts"
-        return [*starts, *[twice] * bool(self.num_repeated)]
+        made = self.figures
+        heads = made.heads_fused, made.heads_stock, made.logits_materialised
+        own = {name: getattr(self, name) for name in ("kind", "precision", "skipped", "restarts")}
+        return own | {"heads": heads, "iterations": self.iterations()}
 
     def add(self, name: str, point: Point) -> None:
         """The last of an iteration wins."""
@@ -206,8 +197,7 @@ class Record:
                 self.curves[name] = [point for point in curve if point.last < last]
             self._lines = []
         elif self._lines and last == self._last:
-            self.num_repeated += 1
-            self._lines.pop()
+            self._lines.pop()  # a line that stands there twice
         self._last = last
         first = 1 if last == 1 else self._lines[-1] + 1 if len(self._lines) > 1 else None
         self._lines.append(last)
@@ -317,42 +307,31 @@ def _launch_of(file: Path) -> Path:
     return parents[3] if in_torchruns else parents[0]
 
 
-def _read_folder(folder: Path, name: str) -> Record:
-    """Of the logs below it, which must be one launch's, or the restarts of one."""
-    below = list(islice(folder.rglob("*"), MOST_ENTRIES + 1))
-    if len(below) > MOST_ENTRIES:
-        raise UsageError(
-            f"{folder} holds more than {MOST_ENTRIES} files and folders: give the folder of one run"
-        )
-    files = [file for file in sorted(below) if file.is_file()]
-    logs = [file for file in files if file.suffix == ".log"]
-    events = sorted({str(file.parent) for file in files if "tfevents" in file.name})
-    if str(folder) in events:
-        return read_tensorboard(name, folder)
-    if not logs:
-        there = f"event files are in {', '.join(events[:3])}" if events else "nor TensorBoard event files"
-        raise UsageError(f"{folder} has no *.log files, {there}")
-    record = Record(name)
-    launches = list(dict.fromkeys(_launch_of(log) for log in logs if record.read(_lines_of(log))))
-    if len(launches) > 1:
-        several = ", ".join(map(str, launches[:3]))
-        raise UsageError(f"{folder} holds logs of several runs ({several}): give one of them")
-    return record
-
-
 def read_run(path: Path, name: str) -> Record:
-    """The curves of the run at ``path``: a log, a folder of logs, or a TensorBoard folder.
+    """The curves of the run at ``path``: a log, a TensorBoard folder, or a folder of one launch's logs.
 
     Raises UsageError, in one line, where nothing is there or no training loss is in it.
     """
-    if path.is_dir():
-        record = _read_folder(path, name)
-    elif not path.is_file():
+    if not path.is_dir() and not path.is_file():
         raise UsageError(f"{path}: no regular file or folder")
-    elif "tfevents" in path.name:
+    below = list(islice(path.rglob("*"), MOST_ENTRIES + 1)) if path.is_dir() else [path]
+    if len(below) > MOST_ENTRIES:
+        raise UsageError(
+            f"{path} holds more than {MOST_ENTRIES} files and folders: give the folder of one run"
+        )
+    files = [file for file in sorted(below) if file.is_file()]
+    events = sorted({str(file.parent) for file in files if "tfevents" in file.name})
+    logs = [file for file in files if file.suffix == ".log" or file == path]
+    record = Record(name)
+    if str(path) in events or "tfevents" in path.name:
         record = read_tensorboard(name, path)
-    else:
-        record = read_logs(name, [_lines_of(path)])
+    elif not logs:
+        there = f"event files are in {', '.join(events[:3])}" if events else "nor TensorBoard event files"
+        raise UsageError(f"{path} has no *.log files, {there}")
+    # Restarts are of one launch.
+    elif len(of := dict.fromkeys(_launch_of(log) for log in logs if record.read(_lines_of(log)))) > 1:
+        several = ", ".join(map(str, [*of][:3]))
+        raise UsageError(f"{path} holds logs of several runs ({several}): give one of them")
     if not any(record.curves[name] for name in record.training_losses):
         raise UsageError(
             f"{path} has no iteration with a loss: give the log of the last rank, which prints them "

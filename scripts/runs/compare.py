@@ -68,9 +68,6 @@ STATUS = {"SAME": 0, "DIFFERENT": 1, "INCONCLUSIVE": 3}
 _NAME_SEED = re.compile(r"(.+)-(\d+)(?:\.log)?")
 
 
-# --- points that can be compared ---------------------------------------------------------------
-
-
 class Pair(NamedTuple):
     """Means of both runs over the same iterations: ``first`` (None: not known) to ``iteration``."""
 
@@ -97,7 +94,8 @@ class Pair(NamedTuple):
         return self.apart() / (abs(self.reference) or 1.0)
 
 
-#: Of a curve, by name and seed; and a number of each run.
+#: By name and seed (one pair's is 0): the runs, a curve of theirs, a number of theirs.
+Runs = dict[str, dict[int, Record]]
 Pairs = dict[str, dict[int, list[Pair]]]
 Values = dict[str, dict[int, float]]
 
@@ -252,12 +250,6 @@ class Judge:
             yield Figure(curve, part, of, root_mean_square, bound)
 
 
-# --- a comparison --------------------------------------------------------------------------------
-
-#: By name and seed; one pair's seed is 0.
-Runs = dict[str, dict[int, Record]]
-
-
 @dataclass
 class Comparison:
     judge: Judge
@@ -304,23 +296,21 @@ class Comparison:
             self.figures.append(figure)
             if not figure.is_within(judged):
                 self.problems.append(f"{figure.what} differs: {figure.over(judged):+.1e}, bound {bound:.1e}")
-        if figure.is_block:
-            return
         has_noise = any(name in figure.values for name in self.judge.noise)
-        why = "runs log other iterations" if has_noise else "no run of --against-noise has it"
-        if judged not in figure.values:
+        if judged not in figure.values and not figure.is_block:
             self.notes.append(f"{figure.what}: no line has these alone; --log-interval 1 would tell more")
-        elif math.isnan(bound):
-            self.notes.append(f"{figure.what}: not judged, since {why}")
-        elif self.judge.noise and not has_noise and bound < math.inf:
-            self.notes.append(f"{figure.what}: a fixed bound, since {why}")
+        elif math.isnan(bound) or (self.judge.noise and not has_noise and bound < math.inf):
+            how = "not judged" if math.isnan(bound) else "a fixed bound"
+            self.notes.append(f"{figure.what}: {how}, since no run of --against-noise has such lines")
 
 
 def compare(runs: Runs, judge: Judge, notes: Iterable[str] = ()) -> Comparison:
     """Raises UsageError where a name has no run with the iterations of the reference's of its seed."""
     found, skipped = Comparison(judge, runs, [*notes]), Values()
     for name, seed, run in [(name, seed, run) for name, of in runs.items() for seed, run in of.items()]:
-        found.notes += run.notes
+        if run.restarts:
+            again = ", ".join(map(str, run.restarts[:5]))
+            found.notes.append(f"{run.name} was restarted at iteration {again}: the last start counts")
         beside = runs[judge.reference].get(seed)
         if name == judge.reference or beside is None:
             continue
@@ -328,23 +318,19 @@ def compare(runs: Runs, judge: Judge, notes: Iterable[str] = ()) -> Comparison:
         main = next((loss for loss in beside.training_losses if curves.get(loss)), "")
         if not main:
             ranges = ["{} {} to {}".format(each.name, *each.iterations()) for each in (beside, run)]
-            found.notes.append(f"the runs have no loss over the same iterations ({', '.join(ranges)})")
-            if run.kind != beside.kind:
-                found.notes.append(
-                    "beside a log, TensorBoard needs every iteration: --tensorboard-log-interval 1"
-                )
+            advice = "; beside a log TensorBoard needs --tensorboard-log-interval 1"
+            why = f"no loss over the same iterations ({', '.join(ranges)})"
+            found.notes.append(why + advice * (run.kind != beside.kind))
         for curve, pairs in curves.items() if main else ():
-            if judge.by_seed and curve not in (main, GRAD_NORM) and not re.match("mtp|.* loss ", curve):
+            is_of_heads = curve in (main, GRAD_NORM) or re.match("mtp|.* loss ", curve)
+            if judge.by_seed and not is_of_heads:
                 continue
             if those := [p for p in pairs if name not in judge.noise or math.isfinite(p.difference())]:
                 found.pairs.setdefault(curve, {}).setdefault(name, {})[seed] = those
         if run.kind != beside.kind:  # TensorBoard has names of its own
             continue
         if run.kind == "log":  # TensorBoard tells of no skipped step
-            at = _skips(beside, run)
-            skipped.setdefault(name, {})[seed] = len(at)
-            steps = ", ".join(map(str, at[:5]))
-            found.notes += [f"{run.name} skipped other steps: {steps}"] * (name == judge.judged and bool(at))
+            skipped.setdefault(name, {})[seed] = _skips(beside, run)
         for curve in beside.curves.keys() ^ run.curves.keys() if name == judge.judged else ():
             if judge.by_seed or " loss " not in curve:
                 one = beside if curve in beside.curves else run
@@ -367,20 +353,17 @@ def compare(runs: Runs, judge: Judge, notes: Iterable[str] = ()) -> Comparison:
         missing = [p.iteration for p in chain(*of_curve[judge.judged].values()) if math.isnan(p.apart())]
         for first in missing[:1]:
             found.notes.append(f"{curve} is nan in both runs on {len(missing)} lines, from {first} on")
-    if not judge.by_seed and len({run.iterations() for run in of_pair}) > 1:
-        each = ", ".join("{} has {} to {}".format(run.name, *run.iterations()) for run in of_pair)
-        found.notes.append(f"compared are iterations {found.start} to {of_judged[0][-1].iteration}: {each}")
     if judge.judged in skipped:
         bound = judge.bound(losses.YARDSTICK_FACTOR, 0.0, skipped, otherwise=0.0)
         found.add(Figure("skipped steps", "lines", skipped, root_mean_square, bound))
     return found
 
 
-def _skips(*runs: Record) -> list[int]:
-    """Lines in whose iterations the two skipped different numbers of steps."""
+def _skips(*runs: Record) -> int:
+    """In how many lines of both the two skipped different numbers of steps."""
     (a, b), (c, d) = (run.iterations() for run in runs)
-    lines = sorted({line for run in runs for line in run.skipped if max(a, c) <= line <= min(b, d)})
-    return [line for line in lines if len({run.skipped.get(line, 0) for run in runs}) > 1]
+    lines = {line for run in runs for line in run.skipped if max(a, c) <= line <= min(b, d)}
+    return sum(len({run.skipped.get(line, 0) for run in runs}) > 1 for line in lines)
 
 
 def series_of(folder: Path, judge: Judge) -> Comparison:
