@@ -193,7 +193,7 @@ def test_a_block_that_waits_for_another_stream_is_free():
     allocator = Allocator()
     address = allocator.alloc(300, LAYER)
     allocator.blocks[address]["state"] = "active_awaiting_free"
-    allocator.trace.append({"action": "free_requested", "addr": address, "size": 300, "frames": []})
+    allocator.trace.append({"action": "free_requested", "addr": address, "size": 300, "time_us": 1})
     timeline = allocator.timeline()
     *_, (_, last) = timeline.states()
     assert timeline.unaccounted_bytes == 0 and not any(last.values())
