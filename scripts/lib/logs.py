@@ -221,25 +221,15 @@ class Record:
             self.figures.iteration_times_ms.append(float(time))
 
 
-def read_logs(name: str, texts: Iterable[Iterable[str]]) -> Record:
-    """The curves of a run from its logs' lines: one log, or those of several starts or ranks in order."""
-    record = Record(name)
-    for lines in texts:
-        record.read(lines)
-    return record
-
-
-# --- a launch's figures ----------------------------------------------------------------------
-
-
 def parse_logs(texts: Iterable[str]) -> Figures:
     """Figures from the logs of a run's ranks (each rank's output apart, so lines are whole)."""
-    run = read_logs("", (text.splitlines() for text in texts))
-    figures = run.figures
-    figures.skipped = [*run.skipped]
-    figures.losses = {name: [point.value for point in curve] for name, curve in run.curves.items()}
-    figures.grad_norms = figures.losses.pop(GRAD_NORM, [])
-    return figures
+    run = Record("")
+    for text in texts:
+        run.read(text.splitlines())
+    losses = {name: [point.value for point in curve] for name, curve in run.curves.items()}
+    run.figures.grad_norms = losses.pop(GRAD_NORM, [])
+    run.figures.losses, run.figures.skipped = losses, [*run.skipped]
+    return run.figures
 
 
 def log_texts(folder: Path) -> list[str]:
@@ -260,9 +250,6 @@ def last_iteration(folder: Path) -> str:
     return newest
 
 
-# --- files -----------------------------------------------------------------------------------
-
-
 def read_tensorboard(name: str, path: Path) -> Record:
     """The curves of a run from TensorBoard's event files in a folder, or from one of them.
 
@@ -272,11 +259,10 @@ def read_tensorboard(name: str, path: Path) -> Record:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     except ImportError as error:
         raise UsageError(f"{path}: to read it install tensorboard ({error})") from None
-    record = Record(name, "TensorBoard")
+    record, starts = Record(name, "TensorBoard"), set[int]()
     events = EventAccumulator(str(path), size_guidance={"scalars": 0, "tensors": 0})
     events.Reload()
-    tags, starts = events.Tags(), set[int]()
-    for tag, match in ((tag, _SCALAR.fullmatch(tag)) for tag in tags["scalars"]):
+    for tag, match in ((tag, _SCALAR.fullmatch(tag)) for tag in events.Tags()["scalars"]):
         last = -1
         for event in events.Scalars(tag) if match else ():
             step = int(event.step)
@@ -286,7 +272,9 @@ def read_tensorboard(name: str, path: Path) -> Record:
             record.add(GRAD_NORM if tag == "grad-norm" else tag, Point(step, float(event.value), step))
             last = step
     record.restarts = sorted(starts)
-    if (tag := "params_dtype/text_summary") in tags["tensors"]:  # Megatron writes its arguments as texts
+    if (tag := "params_dtype/text_summary") in events.Tags()[
+        "tensors"
+    ]:  # Megatron writes its arguments as texts
         text: bytes = events.Tensors(tag)[-1].tensor_proto.string_val[0]
         record.precision = text.decode(errors="replace").removeprefix("torch.")
     return record

@@ -170,10 +170,6 @@ class Figure:
     def what(self) -> str:
         return f"{self.curve}, {self.part}"
 
-    @property
-    def is_block(self) -> bool:
-        return self.part.startswith("iterations ")
-
     def over(self, name: str) -> float:
         return self.over_seeds(self.values[name].values())
 
@@ -297,7 +293,7 @@ class Comparison:
             if not figure.is_within(judged):
                 self.problems.append(f"{figure.what} differs: {figure.over(judged):+.1e}, bound {bound:.1e}")
         has_noise = any(name in figure.values for name in self.judge.noise)
-        if judged not in figure.values and not figure.is_block:
+        if judged not in figure.values and "iterations" not in figure.part:
             self.notes.append(f"{figure.what}: no line has these alone; --log-interval 1 would tell more")
         elif math.isnan(bound) or (self.judge.noise and not has_noise and bound < math.inf):
             how = "not judged" if math.isnan(bound) else "a fixed bound"
@@ -398,7 +394,7 @@ def report(found: Comparison, out: Path, source: Row, console: Console, caption:
     head = ["", "over the seeds", "of each seed"] if judge.by_seed else ["", "difference"]
     table = tables.terminal(f"minus {judge.reference}; red: outside the bound", head)
     for figure in found.figures:
-        is_shown = not figure.is_block or not figure.is_within(judge.judged)
+        is_shown = "iterations" not in figure.part or not figure.is_within(judge.judged)
         if is_shown:
             bound = f"bound {figure.bound:.1e}" if math.isfinite(figure.bound) else ""
             table.add_row(figure.what, bound, style="bold")
@@ -490,11 +486,13 @@ def draw_series(content: dict[str, Any], path: Path) -> None:
     left.set_xlabel("iteration", fontsize=8)
     left.set_title(f"loss minus {reference}'s with the same seed,\nroot mean square, nats", fontsize=8)
     for axes, (what, rows) in zip(panels, shown.items(), strict=True):
-        for at, (name, colour) in enumerate(colours.items()):
-            bound, values = float(rows[name]["bound"]), rows[name]["differences"]
-            each = [max(abs(float(value)) / bound, 1e-2) for value in values]
+        bound = float(next(iter(rows.values()))["bound"])
+        for at, (row, colour) in enumerate((rows.get(name), colour) for name, colour in colours.items()):
+            if row is None:
+                continue
+            each = [max(abs(float(value)) / bound, 1e-2) for value in row["differences"]]
             axes.plot(each, [at] * len(each), "o", color=colour, ms=4, alpha=0.5)
-            axes.plot([abs(float(rows[name]["over_seeds"])) / bound], [at], "|", color=colour, ms=14, mew=2)
+            axes.plot([abs(float(row["over_seeds"])) / bound], [at], "|", color=colour, ms=14, mew=2)
         axes.axvline(1, color="black", ls="--", lw=1)
         axes.set(xscale="log", ylim=(len(last) - 0.5, -0.5))
         axes.set_title(f"{what}\nbound {bound:.1e}", fontsize=8)
@@ -540,16 +538,6 @@ def _show(status: Any, what: str, now: str) -> None:
     status.update(f"{what}: {now}")
 
 
-def _one_pair(given: argparse.Namespace) -> Comparison:
-    """Its names are the paths below what they share."""
-    paths = [Path(path).resolve() for path in (*given.runs, *given.against_noise)]
-    shared = commonpath(path.parent for path in paths)
-    records = {(name := relpath(path, shared)): {0: read_run(path, name)} for path in paths}
-    reference, other, *noise = records
-    bounds = given.first, given.first_bound, given.first_grad_norm_bound
-    return compare(records, Judge(reference, other, noise, False, *bounds))
-
-
 @cli.command("compare")
 def main(words: list[str]) -> int:
     own, launched = split_command(words)
@@ -577,19 +565,21 @@ def main(words: list[str]) -> int:
         _launch_all(given, launched, console)
     source = results.made_by(results.device_name() if given.launch else "", ["compare", *words])
     every = [*given.runs, *given.against_noise]
-    if len(given.runs) != 2 or (given.paired and len(every) < 3):
-        raise UsageError(
-            "give two runs, with --paired names and others by --against-noise, or --launch -- COMMAND"
-        )
-    if len(every) > 3 and not given.paired:
-        raise UsageError("one pair is held against one run of --against-noise; several seeds against more")
-    if len({Path(run).resolve() for run in every}) < len(every):
+    if len(given.runs) != 2 or (len(every) < 3 if given.paired else len(every) > 3):
+        pairs = "with --paired two names, and others by --against-noise; or --launch -- COMMAND"
+        raise UsageError(f"give two runs, and at most one by --against-noise; {pairs}")
+    paths = [Path(run).resolve() for run in every]
+    if len({*paths}) < len(every):
         raise UsageError("a run is given twice: it is no noise of itself, and no other run")
     if given.paired:
         judge = Judge(*given.runs, given.against_noise, by_seed=True, first=given.first)
         found = series_of(given.paired, judge)
-    else:
-        found = _one_pair(given)
+    else:  # by their names below what they share
+        shared = commonpath([path.parent for path in paths])
+        runs = {(name := relpath(path, shared)): {0: read_run(path, name)} for path in paths}
+        reference, other, *noise = runs
+        bounds = given.first, given.first_bound, given.first_grad_norm_bound
+        found = compare(runs, Judge(reference, other, noise, False, *bounds))
     return report(found, given.out, source, console)
 
 
