@@ -204,7 +204,8 @@ class Judge:
         are few, and its noise jumps more than the losses'.
         """
         is_norm, mine = curve == GRAD_NORM, [*chain(*pairs[self.judged].values())]
-        end, until, twice = max(p.iteration for p in mine), start + self.first - 1, losses.YARDSTICK_FACTOR
+        begin, end = (pick(pair.iteration for pair in mine) for pick in (min, max))
+        early, twice = (begin, start + self.first - 1, self.first / 2), losses.YARDSTICK_FACTOR
         worst, every = max(mine, key=Pair.difference), of_each(pairs, Pair.difference, max)
         at = f"all (largest at iteration {worst.iteration})" if worst.difference() else "all"
         is_all = self.by_seed and " loss " in curve  # a validation
@@ -226,9 +227,9 @@ class Judge:
             least, otherwise = (digits, math.nan) if self.by_seed else (DRIFT, DRIFT)
             bound = self.bound(twice, least, last, before, otherwise=otherwise)
             yield Figure(curve, f"last {LAST}", last, fmean, bound)
-        reach, part = self.first / 2, f"first {self.first}"
+        part = f"first {self.first}"
         if not self.by_seed:
-            first = of_each(pairs, Pair.difference, max, start, until, reach)
+            first = of_each(pairs, Pair.difference, max, *early)
             usual, given = FIXED[is_norm][is_fp32], (self.first_bound, self.first_grad_norm_bound)[is_norm]
             bound = self.bound(twice, usual if is_norm else losses.LOSS_RESOLUTION, first, otherwise=usual)
             yield Figure(curve, part, first, max, bound if given is None else given)
@@ -237,7 +238,7 @@ class Judge:
         steps = {median_low([b.iteration - a.iteration for a, b in pairwise(run)] or [0]) for run in runs}
         parts, apart = blocks(start, end), partial(Pair.apart, is_norm=is_norm)
         windows = [of_each(pairs, apart, root_mean_square, *block) for block in parts]
-        figures = [(part, of_each(pairs, apart, root_mean_square, start, until, reach))]
+        figures = [(part, of_each(pairs, apart, root_mean_square, *early))]
         figures += [(f"iterations {a} to {b}", of) for (a, b), of in zip(parts, windows, strict=True)]
         for at, (part, of) in enumerate(figures):
             # Of a block by the largest noise of this one, an earlier one or the next.

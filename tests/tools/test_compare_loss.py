@@ -189,6 +189,9 @@ VERDICTS = {
         1, "last 100 differs: +1.2e-02, bound 1.0e-02", LONG.log(),
         trained(150, by=lambda step: 0.012 * (step > 50)).log()),
     "a spike": (0, "SAME", LONG.log(), trained(150, by=lambda step: 0.05 * (90 <= step < 95)).log()),
+    "a validation": (
+        1, "validation, first 10 differs: +2.5e-03, bound 5.0e-04", RUN.log(begin=9) + EVALUATION.format(9, 4),
+        RUN.log() + EVALUATION.format(9, 4.01)),
     # what is compared
     "other ranges": (
         0, "iterations 13 to 30, on 18 lines or more", RUN.log(stop_after=30), RUN.log(begin=11)),
