@@ -113,10 +113,10 @@ def pairs_of(reference: Record, other: Record, curve: str) -> list[Pair]:
     for before, last in pairwise(sorted(edges[0] & edges[1])):
         span = range(before + 1, last + 1)
         if all(at in of for of in points for at in span):
-            means = (sum(of[at].value for at in span) / len(span) for of in points)
+            of_ours, of_other = (sum(of[at].value for at in span) / len(span) for of in points)
             # 5.1 - 5.0 is a little more than 0.1.
             tolerance = max(of[at].unit for of in points for at in span) * (1 + 1e-6)
-            pairs.append(Pair(span.start if last > 0 else None, abs(last), *means, tolerance))
+            pairs.append(Pair(span.start if last > 0 else None, abs(last), of_ours, of_other, tolerance))
     return sorted(pairs, key=lambda pair: pair.iteration)
 
 
@@ -240,9 +240,9 @@ class Judge:
         windows = [of_each(pairs, apart, root_mean_square, *block) for block in parts]
         figures = [(part, of_each(pairs, apart, root_mean_square, *early))]
         figures += [(f"iterations {a} to {b}", of) for (a, b), of in zip(parts, windows, strict=True)]
-        for at, (part, of) in enumerate(figures):
+        for so_many, (part, of) in enumerate(figures, 1):
             # Of a block by the largest noise of this one, an earlier one or the next.
-            times, near = (IN_BLOCK, windows[: at + 1]) if at else (twice, [of])
+            times, near = (IN_BLOCK, windows[:so_many]) if so_many > 1 else (twice, [of])
             bound = self.bound(times, digits, *near) if len(steps) == 1 else math.nan
             yield Figure(curve, part, of, root_mean_square, bound)
 
@@ -573,8 +573,9 @@ def main(words: list[str]) -> int:
     if len({*paths}) < len(every):
         raise UsageError("a run is given twice: it is no noise of itself, and no other run")
     if given.paired:
-        judge = Judge(*given.runs, given.against_noise, by_seed=True, first=given.first)
-        found = series_of(given.paired, judge)
+        found = series_of(
+            given.paired, Judge(given.runs[0], given.runs[1], given.against_noise, True, given.first)
+        )
     else:  # by their names below what they share
         shared = commonpath([path.parent for path in paths])
         runs = {(name := relpath(path, shared)): {0: read_run(path, name)} for path in paths}

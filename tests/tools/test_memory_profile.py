@@ -16,6 +16,7 @@ import torch
 from megatron_fused_ce.scripts.lib import launches, results, runner
 from megatron_fused_ce.scripts.runs import memory
 from tests.support.commands import run_here
+from tests.support.cpu_case import BASE_ARGS, NO_FUSED_WGRAD, UNTIED
 from tests.support.megatron import CORE_0_19
 from tests.support.storage_trace import snapshot
 
@@ -172,16 +173,8 @@ def test_columns_keep_spikes():
 # --- a launch -----------------------------------------------------------------------------------
 
 TOKENS, VOCABULARY = 512, 2048  # of a micro-batch
-TRAINING = f"""
-    --num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length {TOKENS}
-    --max-position-embeddings {TOKENS} --tensor-model-parallel-size 2 --untie-embeddings-and-output-weights
-    --micro-batch-size 1 --global-batch-size 2 --train-iters 4 --lr 1e-3 --lr-decay-style constant
-    --mock-data --split 1,0,0 --tokenizer-type NullTokenizer --vocab-size {VOCABULARY - 1} --num-workers 0
-    --eval-iters 0 --eval-interval 100 --log-interval 1 --distributed-backend gloo --transformer-impl local
-    --use-cpu-initialization --attention-backend unfused --no-persist-layer-norm
-    --no-masked-softmax-fusion --no-rope-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion
-    --no-gradient-accumulation-fusion --hidden-dropout 0 --attention-dropout 0
-"""
+TRAINING = f"""{BASE_ARGS} --num-layers 2 {UNTIED} {NO_FUSED_WGRAD} --micro-batch-size 1 --global-batch-size 2
+    --seq-length {TOKENS} --max-position-embeddings {TOKENS} --vocab-size {VOCABULARY - 1}"""
 #: Stand for scripts/lib/runner.py: one that records a CPU's storages, and one that records nothing.
 ON_CPU, NOTHING = (Path(__file__).with_name(name) for name in ("memory_on_cpu.py", "__init__.py"))
 
