@@ -170,6 +170,10 @@ class Figure:
     def what(self) -> str:
         return f"{self.curve}, {self.part}"
 
+    @property
+    def is_block(self) -> bool:
+        return self.part.startswith("iterations ")
+
     def over(self, name: str) -> float:
         return self.over_seeds(self.values[name].values())
 
@@ -293,8 +297,10 @@ class Comparison:
             self.figures.append(figure)
             if not figure.is_within(judged):
                 self.problems.append(f"{figure.what} differs: {figure.over(judged):+.1e}, bound {bound:.1e}")
+        if figure.is_block:
+            return
         has_noise = any(name in figure.values for name in self.judge.noise)
-        if judged not in figure.values and "iterations" not in figure.part:
+        if judged not in figure.values:
             self.notes.append(f"{figure.what}: no line has these alone; --log-interval 1 would tell more")
         elif math.isnan(bound) or (self.judge.noise and not has_noise and bound < math.inf):
             how = "not judged" if math.isnan(bound) else "a fixed bound"
@@ -395,7 +401,7 @@ def report(found: Comparison, out: Path, source: Row, console: Console, caption:
     head = ["", "over the seeds", "of each seed"] if judge.by_seed else ["", "difference"]
     table = tables.terminal(f"minus {judge.reference}; red: outside the bound", head)
     for figure in found.figures:
-        is_shown = "iterations" not in figure.part or not figure.is_within(judge.judged)
+        is_shown = not figure.is_block or not figure.is_within(judge.judged)
         if is_shown:
             bound = f"bound {figure.bound:.1e}" if math.isfinite(figure.bound) else ""
             table.add_row(figure.what, bound, style="bold")

@@ -190,8 +190,8 @@ VERDICTS = {
         trained(150, by=lambda step: 0.012 * (step > 50)).log()),
     "a spike": (0, "SAME", LONG.log(), trained(150, by=lambda step: 0.05 * (90 <= step < 95)).log()),
     "a validation": (
-        1, "validation, first 10 differs: +2.5e-03, bound 5.0e-04", RUN.log(begin=9) + EVALUATION.format(9, 4),
-        RUN.log() + EVALUATION.format(9, 4.01)),
+        1, "validation, first 10 differs: +2.5e-03", RUN.log(begin=9) + EVALUATION.format(9, 4),
+        OURS + EVALUATION.format(9, 4.01)),
     # what is compared
     "other ranges": (
         0, "iterations 13 to 30, on 18 lines or more", RUN.log(stop_after=30), RUN.log(begin=11)),
@@ -348,6 +348,7 @@ def test_pairs_by_seed(tmp_path, what):
     content = results.read(tmp_path / "out" / "compare_loss.json")
     assert done.returncode == compare_loss.STATUS[verdict], done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == verdict and words in done.stdout, done.stdout
+    assert not any(re.search(r"iterations \d", note) for note in content["made_by"]["notes"]), "of a block"
     if verdict == "DIFFERENT":
         assert any(problem.startswith(words) for problem in content["made_by"]["problems"])
     last = {row["variant"]: row for row in content["rows"] if row["shape"].startswith("lm loss, last 100, ")}
