@@ -48,24 +48,21 @@ MOST_EVENTS = 2_000_000
 
 Frame = dict[str, Any]  # filename, name, line
 #: category, pattern of the file, pattern of the function. The innermost frame that fits decides.
-_RULES = tuple(
-    (category, re.compile(file), re.compile(function))
-    for category, file, function in (
-        # The adapter and the launcher stand in the stacks of whole models.
-        (HEAD, r"megatron_fused_ce/(?!adapter/|scripts/|launch|autoload)", ".*"),
-        (HEAD, r"transformer_engine/.*cross_entropy", ".*"),
-        (HEAD, r"megatron/core/(tensor_parallel/cross_entropy|fusions/fused_cross_entropy)\.py", ".*"),
-        (HEAD, r"megatron/core/models/common/language_module/", r"compute_\w*loss"),
-        (EMBEDDING, r"megatron/core/models/(gpt|mamba|hybrid)/\w+_model\.py", r"_preprocess"),
-        (HEAD, r"megatron/core/models/(gpt|mamba|hybrid)/\w+_model\.py", r"_postprocess|forward"),
-        (HEAD, r"megatron/core/transformer/multi_token_prediction\.py", r"\w*loss\w*"),
-        (EMBEDDING, r"megatron/core/models/common/embeddings/", ".*"),
-        (BUFFERS, r"megatron/core/distributed/", ".*"),
-        (OPTIMIZER, r"megatron/core/optimizer/|(torch/optim|apex/optimizers|pytorch/optimizers)/", ".*"),
-        # The file random.py: activations that are recomputed in the backward.
-        (LAYERS, r"megatron/core/(tensor_parallel/random\.py|(transformer|ssm|fusions|extensions)/)", ".*"),
-        (LAYERS, r"transformer_engine/", ".*"),
-    )
+_RULES = (
+    # The adapter and the launcher stand in the stacks of whole models.
+    (HEAD, r"megatron_fused_ce/(?!adapter/|scripts/|launch|autoload)", ".*"),
+    (HEAD, r"transformer_engine/.*cross_entropy", ".*"),
+    (HEAD, r"megatron/core/(tensor_parallel/cross_entropy|fusions/fused_cross_entropy)\.py", ".*"),
+    (HEAD, r"megatron/core/models/common/language_module/", r"compute_\w*loss"),
+    (EMBEDDING, r"megatron/core/models/(gpt|mamba|hybrid)/\w+_model\.py", r"_preprocess"),
+    (HEAD, r"megatron/core/models/(gpt|mamba|hybrid)/\w+_model\.py", r"_postprocess|forward"),
+    (HEAD, r"megatron/core/transformer/multi_token_prediction\.py", r"\w*loss\w*"),
+    (EMBEDDING, r"megatron/core/models/common/embeddings/", ".*"),
+    (BUFFERS, r"megatron/core/distributed/", ".*"),
+    (OPTIMIZER, r"megatron/core/optimizer/|(torch/optim|apex/optimizers|pytorch/optimizers)/", ".*"),
+    # The file random.py: activations that are recomputed in the backward.
+    (LAYERS, r"megatron/core/(tensor_parallel/random\.py|(transformer|ssm|fusions|extensions)/)", ".*"),
+    (LAYERS, r"transformer_engine/", ".*"),
 )
 _BUILDS_MODEL = re.compile(r"get_model|build_model|model_provider|\w+_builder")
 #: Megatron's own linear layer: the output layer's, and every layer's where Transformer Engine has none.
@@ -77,7 +74,7 @@ _ENGINE = re.compile(r"_engine_run_backward|custom_backward")
 
 @lru_cache(maxsize=65536)
 def _category_of_frame(file: str, function: str) -> str | None:
-    fits = (name for name, of_file, of in _RULES if of_file.search(file) and of.fullmatch(function))
+    fits = (name for name, of_file, of in _RULES if re.search(of_file, file) and re.fullmatch(of, function))
     return next(fits, None)
 
 

@@ -138,6 +138,7 @@ RESUMED = Trained(*({s: (old if s < 21 else new)[s] for s in new} for old, new i
                     ((LOST.losses, RUN.losses), (LOST.norms, RUN.norms))))  # fmt: skip
 SICK = Trained({**RUN.losses, 12: math.nan, 13: math.nan}, RUN.norms)
 EARLY_NAN = Trained({**RUN.losses, 6: math.nan}, RUN.norms).log()
+NORMS_OFF = Trained(RUN.losses, {s: 1.01 * x for s, x in RUN.norms.items()}).log()
 WITH_A_GAP = Trained({s: x for s, x in RUN.losses.items() if s != 14}, RUN.norms)
 OURS, SKIPS, FEWER_SKIPS, OFF = (
     run.log() for run in (RUN, trained(skipped=(1, 2, 20)), trained(skipped=(1, 2)), changed(4))
@@ -145,13 +146,24 @@ OURS, SKIPS, FEWER_SKIPS, OFF = (
 EVALUATION = " validation loss at iteration {} | lm loss value: {:.6E} | lm loss PPL: 5E+01 |\n"
 FP32, BF16 = (f"  params_dtype .......... torch.{name}\n" for name in ("float32", "bfloat16"))
 EXACT = '[megatron_cpu] exact {{"iteration": 1, "grad norm": 2.5861, "lm loss": {}}}\n'
+TALL = " iteration       41/ 50 | lm loss: 1.537932E+01 |"
 LINE = " iteration        1/ 5 | lm loss: 5.537932E+00 | grad norm: {} |\n"
+
+
+def of_torchrun(folder):
+    """A folder of logs as torchrun's restarts and ranks have it."""
+    for start in ("abc/attempt_0/0", "abc/attempt_1/1", "def/attempt_0/1"):
+        (folder / f"none_{start}").mkdir(parents=True)
+        (folder / f"none_{start}/stdout.log").write_text(OURS)
+
+
 #: What the runs are -> exit status, what is said ("!": not said), the runs, and options.
 VERDICTS = {
     # means over the same iterations, of lines of any --log-interval; an error in one is one of its mean
     "one and five": (0, "on 8 lines", OURS, RUN.log(5), EXACTLY),
     "one and five of 0.15": (0, "11 to 40, on 6 lines", OURS, RUN.log(5, logs_first=False), EXACTLY),
     "fives of 0.15": (0, "1 to 40, on 8 lines", *2 * [RUN.log(5, logs_first=False)], EXACTLY),
+    "fives of two versions": (0, "11 to 40, on 6 lines", RUN.log(5), RUN.log(5, logs_first=False), EXACTLY),
     "ten and four": (0, "on 2 lines", RUN.log(10), RUN.log(4), EXACTLY),
     "an error in one of five": (1, "(largest at iteration 35)", OURS, changed(33, 0.05).log(5), EXACTLY),
     "an error in one of ten": (1, "(largest at iteration 40)", RUN.log(10), changed(33).log(4), EXACTLY),
@@ -159,12 +171,12 @@ VERDICTS = {
     "a log of two starts": (
         0, "!restarted", OURS, RUN.log(end=40, stop_after=20) + RUN.log(begin=21), EXACTLY),
     "a restart from a checkpoint": (
-        0, "b was restarted at iteration 21: the last start counts", RESUMED.log(stop_after=30),
-        LOST.log(end=40, stop_after=37) + EVALUATION.format(35, 4) + RUN.log(begin=21, stop_after=30),
-        EXACTLY),
-    "every line twice": (
-        0, "SAME", OURS, "".join(2 * line for line in RUN.log(5).splitlines(keepends=True)), EXACTLY),
-    "a cut line": (0, "SAME", OURS, OURS[: OURS.rindex("lm loss: ") + 13], EXACTLY),
+        0, "b was restarted at iteration 21: the last start counts", RESUMED.log() + EVALUATION.format(35, 5),
+        trained(seed=7, skipped=(25,)).log(end=40, stop_after=37) + EVALUATION.format(35, 4)
+        + RUN.log(begin=21, stop_after=30), EXACTLY),
+    "starts and ranks of one launch": (0, "iterations 1 to 40, on 40 lines", of_torchrun, OURS, EXACTLY),
+    "every line twice": (0, "on 8 lines", OURS, re.sub("(.*\n)", r"\1\1", RUN.log(5)), EXACTLY),
+    "a cut line": (0, "SAME", OURS + TALL, OURS + TALL[:-3], EXACTLY),
     # skipped steps, nan
     "skips at the start, which have no loss": (
         0, "!skipped steps, lines differs", FEWER_SKIPS, RUN.log(begin=3), EXACTLY),
@@ -181,7 +193,8 @@ VERDICTS = {
         1, "lm loss, first 10 differs: +1.0e-04, bound 1.0e-06", OURS, changed(5, 1e-4).log(),
         changed(30, 0.2).log()),
     "an early noise excuses one": (0, "SAME", OURS, OFF, changed(6).log()),
-    "a nan in the noise": (1, "lm loss, first 10 differs: +1.0e-02", OURS, OFF, EARLY_NAN),
+    "a nan in the noise": (1, "lm loss, first 10 differs: +1.0e-02, bound 1.0e-06", OURS, OFF, EARLY_NAN),
+    "a noise of none narrows no norm's bound": (0, "SAME", OURS, NORMS_OFF, OURS),
     "no first lines in the noise": (
         0, "lm loss, first 10: a fixed bound, since no run of --against-noise has such lines", OURS, OURS,
         RUN.log(20)),
@@ -203,6 +216,7 @@ VERDICTS = {
         1, "only b logs mtp_1 loss", OURS, OURS.replace(" lm loss:", " mtp_1 loss: 5.000000E+00 | lm loss:")),
     "digits that are": (
         1, "grad norm, first 10", LINE.format("0.002"), LINE.format("0.004"), "--first-grad-norm-bound=0"),
+    "a digit": (0, "SAME", LINE.format("5.0"), LINE.format("5.1"), "--first-grad-norm-bound=0"),
     "every digit of the CPU harness": (
         1, "lm loss, first 1000 differs: +1.8e-09", EXACT.format(5.53793219) + LINE.format(2.586),
         EXACT.format(5.53793218) + LINE.format(2.586), EXACTLY),
@@ -212,7 +226,7 @@ VERDICTS = {
     "every fifth iteration of both": (
         1, "+1.0e-02, bound 0", RUN.tensorboard(interval=5), changed(30).tensorboard(interval=5), EXACTLY),
     "a restart in TensorBoard": (
-        0, "b was restarted at iteration 21: the last start counts", RESUMED.tensorboard(end=30),
+        0, "b was restarted at iteration 21: the last start counts", RESUMED.tensorboard(),
         lambda folder: [run(folder) for run in (LOST.tensorboard(end=37), RUN.tensorboard(21, 30))], EXACTLY),
     "a mean over a skipped step": (0, "SAME", RUN.tensorboard(), trained(skipped=(13,)).log(5), EXACTLY),
     "a gap in TensorBoard": (0, "SAME", RUN.log(10), WITH_A_GAP.tensorboard(), EXACTLY),
@@ -280,7 +294,7 @@ def log_of(name, seed, losses=None, norms=None, words=("", ""), validation=4, **
         (of, change or (lambda step, x: x)) for of, change in ((run.losses, losses), (run.norms, norms))
     )
     run = Trained(*({step: change(step, x) for step, x in of.items()} for of, change in changes))
-    return re.sub(*words, run.log(**how)) + EVALUATION.format(300, validation)
+    return re.sub(*words, run.log(**how)) + EVALUATION.format(300, validation) * bool(validation)
 
 
 def one(losses=None, run="flag-2", **more):
@@ -288,6 +302,7 @@ def one(losses=None, run="flag-2", **more):
     return {run: {"losses": losses, **more}}
 
 
+NAMES = "unfused", "te", "flag"
 NO_NORMS = r"grad norm: \S+ \|", ""
 MTP, NO_NOISE = {"words": ("loss scale", "mtp_1 loss: 5.0 | loss scale")}, {"te": {"name": "unfused"}}
 #: What is changed, by name or by name and seed, of runs that are the same -> what is said, verdict, changes.
@@ -303,6 +318,7 @@ SEEDS = {
     "100 skipped steps": ("skipped steps, lines", one(lambda s, x: None if 100 <= s < 200 else x)),
     "validation": ("lm loss validation, all", one(validation=9)),
     "no norms": ("only unfused-2.log logs grad norm", one(words=NO_NORMS)),
+    "no validation": ("only unfused-2.log logs lm loss validation", one(validation=0)),
     # By which rule.
     "to one side": ("lm loss, last 100", one(lambda s, x: x + 0.12, "flag")),
     "this way and that": (
@@ -320,13 +336,20 @@ SEEDS = {
         {}, "SAME"),
     "less than is printed": (
         "looked at", NO_NOISE | one(lambda s, x: x + 2e-7, "flag", name="unfused"), "SAME"),
+    "a router's loss": (
+        "looked at: lm loss, grad norm, lm loss validation, skipped steps",
+        {name: {"words": ("loss scale", f"z_loss: 5.{at} | loss scale")} for at, name in enumerate(NAMES)},
+        "SAME"),
+    "two digits of a norm in ten": (
+        "looked at",
+        NO_NOISE | one(run="flag", norms=lambda s, x: x + 2e-3 * (s % 10 == 0), name="unfused"), "SAME"),
     "two seeds": ("; seeds 1, 2", {"flag-3": None}, "INCONCLUSIVE"),
     "one ended early": (
         "left out: late-1.log ends at iteration 120", {"late-1": {"name": "te", "stop_after": 120}}, "SAME"),
     "an empty log": ("te-4.log has no iteration with a loss", {"te-4": ""}, "SAME"),
     "lines of twenty iterations": (
         "--log-interval 1 would tell more",
-        {name: {"interval": 20} for name in ("unfused", "flag", "te")}, "INCONCLUSIVE"),
+        {name: {"interval": 20} for name in NAMES}, "INCONCLUSIVE"),
     "lines of five in the noise": (
         "lm loss, first 10: not judged", {"te": {"interval": 5}}, "INCONCLUSIVE"),
     "an error on purpose": (
@@ -486,61 +509,55 @@ def test_files_and_picture(tmp_path):
         assert (folder / "compare_loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("off.log", "give two runs, and at most one by"),
-        ("--paired runs a b", "with --paired two names, and others by"),
-        ("off.log late.log --against-noise x y", "at most one by --against-noise"),
-        ("--paired last a b --against-noise c", "no run NAME-SEED of b, c is beside a"),
-        ("--paired runs a b --against-noise c c", "a run is given twice"),
-        ("off.log late.log --against-noise late.log", "a run is given twice"),
-        ("off.log ./runs/../off.log", "a run is given twice"),
-        ("off.log nowhere.log", "nowhere.log: no regular file or folder"),
-        ("off.log empty.log", "has no iteration with a loss"),
-        ("off.log folder", "has no *.log files, nor TensorBoard event files"),
-        ("off.log above", "event files are in"),
-        ("off.log runs", "holds logs of several runs"),  # would read as a restart: SAME
-        ("off.log many", "more than 20 files and folders"),
-        ("off.log late.log", "no loss over the same iterations (off.log 1 to 40, late.log 90"),
-        ("off.log events.out.tfevents.1", "install tensorboard"),
-        ("--launch off.log -- torchrun x.py", "--launch makes the runs itself"),
-        ("--launch -- bash train.sh", "give the launch itself"),
-        ("--launch -- torchrun nowhere.py", "no training script nowhere.py"),
-        ("--launch -- torchrun x.py --save x", "leave out --save"),
-        ("--launch -- torchrun x.py --tensorboard-dir=x", "leave out --tensorboard-dir"),
-    ],
-)
-def test_bad_input_is_one_line_and_status_2(tmp_path, monkeypatch, words, message):
+REFUSED = {
+    "off.log": "give two runs, and at most one by",
+    "--paired runs a b": "with --paired two names, and others by",
+    "off.log late.log --against-noise x y": "at most one by --against-noise",
+    "--paired last a b --against-noise c": "no run NAME-SEED of b, c is beside a",
+    "--paired runs a b --against-noise c c": "a run is given twice",
+    "off.log late.log --against-noise late.log": "a run is given twice",
+    "off.log ./runs/../off.log": "a run is given twice",
+    "off.log nowhere.log": "nowhere.log: no regular file or folder",
+    "off.log x.py": "has no iteration with a loss",
+    "off.log folder": "has no *.log files, nor TensorBoard event files",
+    "off.log above": "event files are in",
+    "off.log runs": "holds logs of several runs",  # would read as a restart: SAME
+    "off.log many": "more than 20 files and folders",
+    "off.log late.log": "no loss over the same iterations (off.log 1 to 40, late.log 90",
+    "off.log events.out.tfevents.1": "install tensorboard",
+    "--launch off.log -- torchrun x.py": "--launch makes the runs itself",
+    "--launch -- bash train.sh": "give the launch itself",
+    "--launch -- torchrun nowhere.py": "no training script nowhere.py",
+    "--launch -- torchrun x.py --save x": "leave out --save",
+    "--launch -- torchrun x.py --tensorboard-dir=x": "leave out --tensorboard-dir",
+}
+FILES = {
+    "off.log": OURS,
+    "late.log": trained(100).log(begin=90),
+    "x.py": "Megatron says hello\n",
+    "folder/x": "",
+}
+FILES |= {
+    "last/a-1.log": OURS,
+    "last/b-1.log": RUN.log(begin=40),
+    "runs/a/out.log": OURS,
+    "runs/b/out.log": OURS,
+}
+FILES |= dict.fromkeys(("above/run/events.out.tfevents.1", "events.out.tfevents.1"), "")
+FILES |= {f"many/{number}.txt": "" for number in range(30)}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_bad_input_is_one_line_and_status_2(tmp_path, monkeypatch, words):
     monkeypatch.setattr(megatron_logs, "MOST_ENTRIES", 20)
     monkeypatch.setitem(sys.modules, "tensorboard.backend.event_processing.event_accumulator", None)
-    files = {
-        "off.log": RUN.log(),
-        "late.log": trained(100).log(begin=90),
-        "empty.log": "Megatron says hello\n",
-    }
-    files |= {"last/a-1.log": RUN.log(), "last/b-1.log": RUN.log(begin=40)}
-    files |= {f"runs/{name}/out.log": trained(3).log() for name in "ab"}
-    files |= {f"many/{number}.txt": "" for number in range(30)}
-    files |= dict.fromkeys(
-        ("folder/x", "above/run/events.out.tfevents.1", "events.out.tfevents.1", "x.py"), ""
-    )
-    for name, text in files.items():
+    for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
     run = run_here(compare_loss.main, "--out=out", *words.split())
-    assert run.returncode == 2 and message in run.stderr, run.stdout + run.stderr
+    assert run.returncode == 2 and REFUSED[words] in run.stderr, run.stdout + run.stderr
     assert len(run.stderr.splitlines()) == 1 and not (tmp_path / "out").exists()
-
-
-def test_starts_and_ranks_of_one_launch_are_one_run(tmp_path):
-    for start in ("abc/attempt_0/0", "abc/attempt_1/1", "def/attempt_0/1"):
-        (tmp_path / f"logs/none_{start}").mkdir(parents=True)
-        (tmp_path / f"logs/none_{start}/stdout.log").write_text(trained(3).log())
-    (tmp_path / "b").write_text(trained(3).log())
-    done = run_here(compare_loss.main, tmp_path / "logs", tmp_path / "b", f"--out={tmp_path / 'out'}")
-    assert done.returncode == 0 and [at for at, *_ in curves(tmp_path)["lm loss"]] == [1, 2, 3]
 
 
 # --- launches ------------------------------------------------------------------------------------
