@@ -6,9 +6,9 @@
     python -m megatron_fused_ce compare --launch --seeds 1 2 3 -- torchrun ... pretrain_gpt.py ...
     python -m megatron_fused_ce compare --paired RUNS unfused flag --against-noise native te
 
-The first run is the reference. Each is a log, a folder of logs or a TensorBoard folder, in any mix. With
---launch the command after -- is run as it is and with --fused-chunked-ce, logs kept in --out. Compared are
-means over the same iterations; a difference below the printed digits is none.
+The first run is the reference. Each is a log, a folder of logs or a TensorBoard folder; with --launch the
+command after -- is run as it is and with --fused-chunked-ce, logs kept in --out. Compared are means over the
+same iterations; a difference below the printed digits is none.
 
 One pair raises alarms and no more, since rounding drives two runs apart, too: by the largest relative
 difference of the first iterations (--first), and the mean one of the last 100. Several seeds (--seeds, or
@@ -114,7 +114,7 @@ def pairs_of(reference: Record, other: Record, curve: str) -> list[Pair]:
         span = range(before + 1, last + 1)
         if all(at in of for of in points for at in span):
             of_ours, of_other = (sum(of[at].value for at in span) / len(span) for of in points)
-            # 5.1 - 5.0 is a little more than 0.1.
+            # 1.1 - 1.0 is a little more than 0.1.
             tolerance = max(of[at].unit for of in points for at in span) * (1 + 1e-6)
             pairs.append(Pair(span.start if last > 0 else None, abs(last), of_ours, of_other, tolerance))
     return sorted(pairs, key=lambda pair: pair.iteration)
