@@ -232,7 +232,7 @@ def main(words: list[str]) -> int:
     noise = [name for name in STOCK if name in trained and name != REFERENCE]
     found = compare.series_of(options.out, compare.Judge(REFERENCE, "flag", noise, by_seed=True))
     status = compare.report(found, options.out, source, Console(highlight=False, width=110), CAPTION)
-    for name in (name for name in found.names if name.startswith("planted")):
+    for name in (name for name in sorted(found.runs) if name.startswith("planted")):
         outside = [f.what for f in found.figures if name in f.values and not f.is_within(name)]
         print(f"{name}: {'; '.join(outside) or 'not seen'}")
     return status

@@ -46,10 +46,6 @@ class LiveStorages(TorchDispatchMode):
         self._created: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._counted_bytes: dict[int, int] = {}  # storage -> what it adds to live_bytes
 
-    def reset_peak(self) -> None:
-        """Start a new peak from what is alive now."""
-        self.peak_bytes = self.live_bytes
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -74,9 +74,9 @@ class Point(NamedTuple):
     unit: float = 0.0  # of the last digit printed; 0: every digit is there
 
     @property
-    def length(self) -> int:
-        """How many iterations."""
-        return 1 if self.first is None else self.last - self.first + 1
+    def span(self) -> range:
+        """Its iterations. Where they are not known, less than 0, so that it meets none but its like."""
+        return range(self.first, self.last + 1) if self.first else range(-self.last, 1 - self.last)
 
 
 def _printed(last: int, text: str, first: int | None) -> Point:
@@ -84,124 +84,6 @@ def _printed(last: int, text: str, first: int | None) -> Point:
     digits, _, exponent = text.lower().partition("e")
     unit = float(10.0 ** (int(exponent or 0) - len(digits.partition(".")[2])))
     return Point(last, float(text), first, unit if digits[-1].isdigit() else 0.0)
-
-
-@dataclass
-class Record:
-    """What one run wrote about its training."""
-
-    name: str
-    kind: str = "log"  # or "TensorBoard"
-    curves: dict[str, list[Point]] = field(default_factory=dict)  # ``lm loss``, ``grad norm``, ...
-    precision: str = ""  # of the parameters, as torch calls it; '' where the run does not say
-    fine_stamps: bool = False  # microseconds in its lines: another version of Megatron
-    skipped: dict[int, int] = field(default_factory=dict)  # line's iteration -> steps skipped
-    restarts: list[int] = field(default_factory=list)  # first iteration of each later start
-    num_repeated: int = 0  # lines of an iteration that had one already
-    heads: tuple[int, ...] = ()  # fused, on the stock path, with logits materialised
-    times_ms: list[float] = field(default_factory=list)
-    memory_mb: list[float] = field(default_factory=list)
-    error: str = ""
-    is_out_of_memory: bool = False
-    _exact: dict[int, dict[str, float]] = field(default_factory=dict)
-    _lines: list[int] = field(default_factory=list)  # iterations logged since the last start
-    _last: int = 0  # the last iteration logged
-
-    @property
-    def training_losses(self) -> list[str]:
-        return [name for name in self.curves if name.endswith("loss")]
-
-    def iterations(self) -> tuple[int, int]:
-        """First and last with a loss."""
-        seen = [point.last for name in self.training_losses for point in self.curves[name]]
-        return min(seen), max(seen)
-
-    @property
-    def facts(self) -> dict[str, object]:
-        """Of a result file."""
-        own = ("kind", "precision", "heads", "skipped", "restarts")
-        return {name: getattr(self, name) for name in own} | {"iterations": self.iterations()}
-
-    def add(self, name: str, point: Point) -> None:
-        """The last of an iteration wins."""
-        curve = self.curves.setdefault(name, [])
-        while curve and curve[-1].last >= point.last:
-            curve.pop()
-        curve.append(point)
-
-    def read(self, lines: Iterable[str]) -> bool:
-        """One more log, of a later start or another rank; whether it has lines of iterations."""
-        self._lines = []
-        has_iterations = False
-        for line in lines:
-            if match := _EXACT.search(line):
-                exact = json.loads(match[1])
-                self._exact[int(exact.pop("iteration"))] = exact
-            elif match := _ITERATION.search(line):
-                self.fine_stamps = "." in (match[1] or "")
-                self._iteration(int(match[2]), _columns(match[3]))
-                has_iterations = True
-            elif match := _EVALUATION.search(line):
-                last = int(match[2])
-                which = "test" if "test set" in match[3] else f"validation{match[1]}"
-                for name, text in _columns(match[4]).items():
-                    if name.endswith(" value"):
-                        self.add(f"{name.removesuffix(' value')} {which}", _printed(last, text, last))
-            elif match := _COUNTERS.search(line):
-                self.heads = tuple(map(int, match.groups()))
-            elif match := _MEMORY.search(line):
-                self.memory_mb.append(float(match[1]))
-            elif match := _PRECISION.match(line):
-                self.precision = match[1]
-            elif _START.search(line):
-                self._lines = []
-            if match := _ERROR.match(line):
-                self.error = self.error or match[1].strip()
-            self.is_out_of_memory |= bool(_OUT_OF_MEMORY.search(line))
-        return has_iterations
-
-    def _iteration(self, last: int, columns: dict[str, str]) -> None:
-        if last < self._last:  # forget what an earlier start wrote about this iteration and later ones
-            self.restarts.append(last)
-            self.skipped = {at: num for at, num in self.skipped.items() if at < last}
-            for name, curve in self.curves.items():
-                self.curves[name] = [point for point in curve if point.last < last]
-            self._lines = []
-        elif self._lines and last == self._last:
-            self.num_repeated += 1
-            self._lines.pop()
-        self._last = last
-        first = 1 if last == 1 else self._lines[-1] + 1 if len(self._lines) > 1 else None
-        self._lines.append(last)
-        losses = {name: text for name, text in columns.items() if name.endswith("loss")}
-        if num_skipped := int(columns.get("number of skipped iterations", "0")):
-            # The mean is over the others. Where all were skipped, newer versions print a loss of 0.
-            self.skipped[last] = num_skipped
-            losses = {name: text for name, text in losses.items() if float(text) != 0.0}
-            first = None
-        elif "number of nan iterations" in columns:  # the line's last column
-            # Megatron prints no loss that is nan.
-            losses = {**dict.fromkeys(self.training_losses, "nan"), **losses}
-        exact = self._exact.get(last, {})
-        firsts = dict.fromkeys(losses, first)
-        if GRAD_NORM in columns:  # of the last iteration alone
-            losses[GRAD_NORM], firsts[GRAD_NORM] = columns[GRAD_NORM], last
-        for name, text in losses.items():
-            is_exact = name in exact
-            self.add(name, Point(last, exact[name], last) if is_exact else _printed(last, text, firsts[name]))
-        if time := columns.get("elapsed time per iteration (ms)"):
-            self.times_ms.append(float(time))
-
-
-def read_logs(name: str, texts: Iterable[Iterable[str]]) -> Record:
-    """The curves of a run from its logs' lines: one log, or those of several starts or ranks in order."""
-    record = Record(name)
-    for lines in texts:
-        record.read(lines)
-    return record
-
-
-# --- a launch's figures ----------------------------------------------------------------------
 
 
 @dataclass
@@ -235,16 +117,119 @@ class Figures:
         return round(median, 3), round((max(times) - min(times)) / median, 4)
 
 
+@dataclass
+class Record:
+    """What one run wrote about its training."""
+
+    name: str
+    kind: str = "log"  # or "TensorBoard"
+    curves: dict[str, list[Point]] = field(default_factory=dict)  # ``lm loss``, ``grad norm``, ...
+    precision: str = ""  # of the parameters, as torch calls it; '' where the run does not say
+    fine_stamps: bool = False  # microseconds in its lines: another version of Megatron
+    skipped: dict[int, int] = field(default_factory=dict)  # line's iteration -> steps skipped
+    restarts: list[int] = field(default_factory=list)  # first iteration of each later start
+    figures: Figures = field(default_factory=Figures)  # what it says of the launch
+    _exact: dict[int, dict[str, float]] = field(default_factory=dict)
+    _lines: list[int] = field(default_factory=list)  # iterations logged since the last start
+    _last: int = 0  # the last iteration logged
+
+    @property
+    def training_losses(self) -> list[str]:
+        return [name for name in self.curves if name.endswith("loss")]
+
+    def iterations(self) -> tuple[int, int]:
+        """First and last with a loss."""
+        seen = [point.last for name in self.training_losses for point in self.curves[name]]
+        return min(seen), max(seen)
+
+    @property
+    def facts(self) -> dict[str, object]:
+        """Of a result file."""
+        made = self.figures
+        heads = made.heads_fused, made.heads_stock, made.logits_materialised
+        own = {name: getattr(self, name) for name in ("kind", "precision", "skipped", "restarts")}
+        return own | {"heads": heads, "iterations": self.iterations()}
+
+    def add(self, name: str, point: Point) -> None:
+        """The last of an iteration wins."""
+        curve = self.curves.setdefault(name, [])
+        while curve and curve[-1].last >= point.last:
+            curve.pop()
+        curve.append(point)
+
+    def read(self, lines: Iterable[str]) -> bool:
+        """One more log, of a later start or another rank; whether it has lines of iterations."""
+        self._lines, has_iterations, figures = [], False, self.figures
+        for line in lines:
+            if match := _EXACT.search(line):
+                exact = json.loads(match[1])
+                self._exact[int(exact.pop("iteration"))] = exact
+            elif match := _ITERATION.search(line):
+                self.fine_stamps = "." in (match[1] or "")
+                self._iteration(int(match[2]), _columns(match[3]))
+                has_iterations = True
+            elif match := _EVALUATION.search(line):
+                last = int(match[2])
+                which = "test" if "test set" in match[3] else f"validation{match[1]}"
+                for name, text in _columns(match[4]).items():
+                    if name.endswith(" value"):
+                        self.add(f"{name.removesuffix(' value')} {which}", _printed(last, text, last))
+            elif match := _COUNTERS.search(line):
+                heads = map(int, match.groups())
+                figures.heads_fused, figures.heads_stock, figures.logits_materialised = heads
+            elif match := _MEMORY.search(line):
+                figures.max_allocated_mb = max(figures.max_allocated_mb or 0.0, float(match[1]))
+            elif match := _PRECISION.match(line):
+                self.precision = match[1]
+            elif _START.search(line):
+                self._lines = []
+            if match := _ERROR.match(line):
+                figures.error = figures.error or match[1].strip()
+            if _OUT_OF_MEMORY.search(line):
+                figures.status = "out of memory"
+        return has_iterations
+
+    def _iteration(self, last: int, columns: dict[str, str]) -> None:
+        if last < self._last:  # forget what an earlier start wrote about this iteration and later ones
+            self.restarts.append(last)
+            self.skipped = {at: num for at, num in self.skipped.items() if at < last}
+            for name, curve in self.curves.items():
+                self.curves[name] = [point for point in curve if point.last < last]
+            self._lines = []
+        elif self._lines and last == self._last:
+            self._lines.pop()  # a line that stands there twice
+        self._last = last
+        first = 1 if last == 1 else self._lines[-1] + 1 if len(self._lines) > 1 else None
+        self._lines.append(last)
+        losses = {name: text for name, text in columns.items() if name.endswith("loss")}
+        if num_skipped := int(columns.get("number of skipped iterations", "0")):
+            # The mean is over the others. Where all were skipped, newer versions print a loss of 0.
+            self.skipped[last] = num_skipped
+            losses = {name: text for name, text in losses.items() if float(text) != 0.0}
+            first = None
+        elif "number of nan iterations" in columns:  # the line's last column
+            # Megatron prints no loss that is nan.
+            losses = {**dict.fromkeys(self.training_losses, "nan"), **losses}
+        exact = self._exact.get(last, {})
+        firsts = dict.fromkeys(losses, first)
+        if GRAD_NORM in columns:  # of the last iteration alone
+            losses[GRAD_NORM], firsts[GRAD_NORM] = columns[GRAD_NORM], last
+        for name, text in losses.items():
+            is_exact = name in exact
+            self.add(name, Point(last, exact[name], last) if is_exact else _printed(last, text, firsts[name]))
+        if time := columns.get("elapsed time per iteration (ms)"):
+            self.figures.iteration_times_ms.append(float(time))
+
+
 def parse_logs(texts: Iterable[str]) -> Figures:
     """Figures from the logs of a run's ranks (each rank's output apart, so lines are whole)."""
-    run = read_logs("", (text.splitlines() for text in texts))
+    run = Record("")
+    for text in texts:
+        run.read(text.splitlines())
     losses = {name: [point.value for point in curve] for name, curve in run.curves.items()}
-    norms, status = losses.pop(GRAD_NORM, []), "out of memory" if run.is_out_of_memory else "ok"
-    peak = max(run.memory_mb, default=0.0) or None
-    figures = Figures(status, losses, norms, [*run.skipped], run.times_ms, peak, error=run.error)
-    if run.heads:
-        figures.heads_fused, figures.heads_stock, figures.logits_materialised = run.heads
-    return figures
+    run.figures.grad_norms = losses.pop(GRAD_NORM, [])
+    run.figures.losses, run.figures.skipped = losses, [*run.skipped]
+    return run.figures
 
 
 def log_texts(folder: Path) -> list[str]:
@@ -265,9 +250,6 @@ def last_iteration(folder: Path) -> str:
     return newest
 
 
-# --- files -----------------------------------------------------------------------------------
-
-
 def read_tensorboard(name: str, path: Path) -> Record:
     """The curves of a run from TensorBoard's event files in a folder, or from one of them.
 
@@ -277,23 +259,22 @@ def read_tensorboard(name: str, path: Path) -> Record:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     except ImportError as error:
         raise UsageError(f"{path}: to read it install tensorboard ({error})") from None
-    record = Record(name, "TensorBoard")
+    record, starts = Record(name, "TensorBoard"), set[int]()
     events = EventAccumulator(str(path), size_guidance={"scalars": 0, "tensors": 0})
     events.Reload()
-    tags, starts = events.Tags(), set[int]()
-    for tag, match in ((tag, _SCALAR.fullmatch(tag)) for tag in tags["scalars"]):
-        last, repeated = -1, 0
+    for tag, match in ((tag, _SCALAR.fullmatch(tag)) for tag in events.Tags()["scalars"]):
+        last = -1
         for event in events.Scalars(tag) if match else ():
             step = int(event.step)
             if step == last and match and match[1]:
                 continue  # at the end Megatron writes the test set's loss under the validation set's name
-            repeated += step == last
             starts |= {step} if step < last else set()
             record.add(GRAD_NORM if tag == "grad-norm" else tag, Point(step, float(event.value), step))
             last = step
-        record.num_repeated = max(record.num_repeated, repeated)
     record.restarts = sorted(starts)
-    if (tag := "params_dtype/text_summary") in tags["tensors"]:  # Megatron writes its arguments as texts
+    if (tag := "params_dtype/text_summary") in events.Tags()[
+        "tensors"
+    ]:  # Megatron writes its arguments as texts
         text: bytes = events.Tensors(tag)[-1].tensor_proto.string_val[0]
         record.precision = text.decode(errors="replace").removeprefix("torch.")
     return record
@@ -314,42 +295,31 @@ def _launch_of(file: Path) -> Path:
     return parents[3] if in_torchruns else parents[0]
 
 
-def _read_folder(folder: Path, name: str) -> Record:
-    """Of the logs below it, which must be one launch's, or the restarts of one."""
-    below = list(islice(folder.rglob("*"), MOST_ENTRIES + 1))
-    if len(below) > MOST_ENTRIES:
-        raise UsageError(
-            f"{folder} holds more than {MOST_ENTRIES} files and folders: give the folder of one run"
-        )
-    files = [file for file in sorted(below) if file.is_file()]
-    logs = [file for file in files if file.suffix == ".log"]
-    events = sorted({str(file.parent) for file in files if "tfevents" in file.name})
-    if str(folder) in events:
-        return read_tensorboard(name, folder)
-    if not logs:
-        there = f"event files are in {', '.join(events[:3])}" if events else "nor TensorBoard event files"
-        raise UsageError(f"{folder} has no *.log files, {there}")
-    record = Record(name)
-    launches = list(dict.fromkeys(_launch_of(log) for log in logs if record.read(_lines_of(log))))
-    if len(launches) > 1:
-        several = ", ".join(map(str, launches[:3]))
-        raise UsageError(f"{folder} holds logs of several runs ({several}): give one of them")
-    return record
-
-
 def read_run(path: Path, name: str) -> Record:
-    """The curves of the run at ``path``: a log, a folder of logs, or a TensorBoard folder.
+    """The curves of the run at ``path``: a log, a TensorBoard folder, or a folder of one launch's logs.
 
     Raises UsageError, in one line, where nothing is there or no training loss is in it.
     """
-    if path.is_dir():
-        record = _read_folder(path, name)
-    elif not path.is_file():
+    if not path.is_dir() and not path.is_file():
         raise UsageError(f"{path}: no regular file or folder")
-    elif "tfevents" in path.name:
+    below = list(islice(path.rglob("*"), MOST_ENTRIES + 1)) if path.is_dir() else [path]
+    if len(below) > MOST_ENTRIES:
+        raise UsageError(
+            f"{path} holds more than {MOST_ENTRIES} files and folders: give the folder of one run"
+        )
+    files = [file for file in sorted(below) if file.is_file()]
+    events = sorted({str(file.parent) for file in files if "tfevents" in file.name})
+    logs = [file for file in files if file.suffix == ".log" or file == path]
+    record = Record(name)
+    if str(path) in events or "tfevents" in path.name:
         record = read_tensorboard(name, path)
-    else:
-        record = read_logs(name, [_lines_of(path)])
+    elif not logs:
+        there = f"event files are in {', '.join(events[:3])}" if events else "nor TensorBoard event files"
+        raise UsageError(f"{path} has no *.log files, {there}")
+    # Restarts are of one launch.
+    elif len(of := dict.fromkeys(_launch_of(log) for log in logs if record.read(_lines_of(log)))) > 1:
+        several = ", ".join(map(str, [*of][:3]))
+        raise UsageError(f"{path} holds logs of several runs ({several}): give one of them")
     if not any(record.curves[name] for name in record.training_losses):
         raise UsageError(
             f"{path} has no iteration with a loss: give the log of the last rank, which prints them "

@@ -6,9 +6,9 @@
     python -m megatron_fused_ce compare --launch --seeds 1 2 3 -- torchrun ... pretrain_gpt.py ...
     python -m megatron_fused_ce compare --paired RUNS unfused flag --against-noise native te
 
-The first run is the reference. Each is a log, a folder of logs or a TensorBoard folder, in any mix. With
---launch the command after -- is run as it is and with --fused-chunked-ce, logs kept in --out. Compared are
-means over the same iterations; a difference below the printed digits is none.
+The first run is the reference. Each is a log, a folder of logs or a TensorBoard folder; with --launch the
+command after -- is run as it is and with --fused-chunked-ce, logs kept in --out. Compared are means over the
+same iterations; a difference below the printed digits is none.
 
 One pair raises alarms and no more, since rounding drives two runs apart, too: by the largest relative
 difference of the first iterations (--first), and the mean one of the last 100. Several seeds (--seeds, or
@@ -29,12 +29,11 @@ import re
 import sys
 import textwrap
 import time
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, cycle, pairwise
-from operator import itemgetter
+from os.path import commonpath, relpath
 from pathlib import Path
 from statistics import fmean, median_low
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -42,8 +41,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from megatron_fused_ce.cli import command_line as cli
 from megatron_fused_ce.cli.command_line import UsageError
 from megatron_fused_ce.scripts.lib import losses, pictures, results, tables
-from megatron_fused_ce.scripts.lib.launches import LOSS_FUSION, Command, launch, split_command
-from megatron_fused_ce.scripts.lib.logs import GRAD_NORM, Point, Record, read_run
+from megatron_fused_ce.scripts.lib.launches import Command, launch, split_command
+from megatron_fused_ce.scripts.lib.logs import GRAD_NORM, Record, read_run
 from megatron_fused_ce.scripts.lib.results import Row
 
 if TYPE_CHECKING:  # --help does without rich
@@ -66,9 +65,7 @@ FIXED = (
     (losses.GRAD_NORM_BOUND, losses.FP32_GRAD_NORM_BOUND),
 )
 STATUS = {"SAME": 0, "DIFFERENT": 1, "INCONCLUSIVE": 3}
-
-
-# --- points that can be compared ---------------------------------------------------------------
+_NAME_SEED = re.compile(r"(.+)-(\d+)(?:\.log)?")
 
 
 class Pair(NamedTuple):
@@ -80,32 +77,25 @@ class Pair(NamedTuple):
     other: float
     tolerance: float  # a difference up to this is none
 
-    @property
     def difference(self) -> float:
         """Relative; inf where one alone is finite, or 0."""
         found = losses.relative_difference(self.other, self.reference, self.tolerance)
         return math.inf if found and not (self.other and self.reference) else found
 
-    @property
+    def apart(self, is_norm: bool = False) -> float:
+        """Other less reference, of norms the log ratio; inf where the difference is."""
+        found = self.difference()
+        if is_norm and 0 < found < math.inf:
+            return math.log(self.other / self.reference)
+        return found if is_norm or found == math.inf else self.other - self.reference
+
     def drift(self) -> float:
-        """Relative, with its sign; nan where one is not finite."""
-        gap = self.other - self.reference
-        return gap / abs(self.reference) if self.reference and math.isfinite(gap) else math.nan
-
-    @property
-    def gap(self) -> float:
-        """Other less reference; inf where one alone is finite, nan where neither is."""
-        how_many = math.isfinite(self.other) + math.isfinite(self.reference)
-        return (math.nan, math.inf, self.other - self.reference)[how_many]
-
-    @property
-    def log_ratio(self) -> float:
-        """Of norms; inf where the difference is."""
-        found = self.difference
-        return math.log(self.other / self.reference) if 0 < found < math.inf else found
+        """Relative, with its sign."""
+        return self.apart() / (abs(self.reference) or 1.0)
 
 
-#: Of a curve, by name and seed; and a number of each run.
+#: By name and seed (one pair's is 0): the runs, a curve of theirs, a number of theirs.
+Runs = dict[str, dict[int, Record]]
 Pairs = dict[str, dict[int, list[Pair]]]
 Values = dict[str, dict[int, float]]
 
@@ -115,45 +105,19 @@ def pairs_of(reference: Record, other: Record, curve: str) -> list[Pair]:
 
     Points whose first iteration is not known average alike in runs of one version.
     """
-    runs = [run.curves.get(curve, []) for run in (reference, other)]
-    edges = [{end for p in run if p.first is not None for end in (p.first - 1, p.last)} for run in runs]
-    cuts = sorted(edges[0] & edges[1])
-    known: list[dict[int, list[Point]]] = [{}, {}]
-    unknown: list[dict[int, Point]] = [{}, {}]
-    for run, groups, single in zip(runs, known, unknown, strict=True):
-        for point in run:
-            if point.first is None:
-                single[point.last] = point
-            else:
-                groups.setdefault(bisect_left(cuts, point.last), []).append(point)
+    alike = (reference.kind, reference.fine_stamps) == (other.kind, other.fine_stamps)
+    runs = [[p for p in run.curves.get(curve, []) if p.first or alike] for run in (reference, other)]
+    edges = [{edge for p in run for edge in (p.span.start - 1, p.span.stop - 1)} for run in runs]
+    points = [{at: p for p in run for at in p.span} for run in runs]
     pairs = []
-    for at in range(1, len(cuts)):
-        both = [groups.get(at, []) for groups in known]
-        if all(sum(point.length for point in group) == cuts[at] - cuts[at - 1] for group in both):
-            pairs.append(_mean_pair(*both))
-    if (reference.kind, reference.fine_stamps) == (other.kind, other.fine_stamps):
-        pairs += [_mean_pair([p], [unknown[1][last]]) for last, p in unknown[0].items() if last in unknown[1]]
+    for before, last in pairwise(sorted(edges[0] & edges[1])):
+        span = range(before + 1, last + 1)
+        if all(at in of for of in points for at in span):
+            of_ours, of_other = (sum(of[at].value for at in span) / len(span) for of in points)
+            # 1.1 - 1.0 is a little more than 0.1.
+            tolerance = max(of[at].unit for of in points for at in span) * (1 + 1e-6)
+            pairs.append(Pair(span.start if last > 0 else None, abs(last), of_ours, of_other, tolerance))
     return sorted(pairs, key=lambda pair: pair.iteration)
-
-
-def _mean_pair(*runs: list[Point]) -> Pair:
-    # 5.1 - 5.0 is a little more than 0.1.
-    tolerance = max(point.unit for point in chain(*runs)) * (1 + 1e-6)
-    reference, other = (
-        run[0].value if len(run) == 1 else sum(p.value * p.length for p in run) / sum(p.length for p in run)
-        for run in runs
-    )
-    return Pair(runs[0][0].first, runs[0][-1].last, reference, other, tolerance)
-
-
-def within(pairs: list[Pair], first: int, last: int) -> list[Pair]:
-    at = itemgetter(1)
-    return pairs[bisect_left(pairs, first, key=at) : bisect_right(pairs, last, key=at)]
-
-
-def spacing(pairs: Sequence[Pair]) -> int:
-    """Iterations from one to the next, mostly."""
-    return median_low([b.iteration - a.iteration for a, b in pairwise(pairs)] or [0])
 
 
 def start_of(pairs: Sequence[Pair]) -> int:
@@ -162,35 +126,31 @@ def start_of(pairs: Sequence[Pair]) -> int:
     return pairs[0].first or max(1, pairs[0].iteration - interval + 1)
 
 
-def largest(pairs: Sequence[Pair]) -> float:
-    return max((pair.difference for pair in pairs), default=math.nan)
-
-
-def mean(values: Iterable[float]) -> float:
-    """Of those that are no nan; nan of none."""
-    numbers = [value for value in values if not math.isnan(value)]
-    return fmean(numbers) if numbers else math.nan
-
-
 def root_mean_square(values: Iterable[float]) -> float:
-    return math.sqrt(mean(value * value for value in values))
+    return math.sqrt(fmean(value * value for value in values))
 
 
-def distance(pairs: list[Pair], first: int, last: int, is_norm: bool) -> float:
-    return root_mean_square(p.log_ratio if is_norm else p.gap for p in within(pairs, first, last))
+def of_each(
+    pairs: Pairs, size: Callable[[Pair], float], fold: Callable[[Iterable[float]], float],
+    first: int = 0, last: int = cli.BILLION, reach: float = math.inf,
+) -> Values:  # fmt: skip
+    """Each run's sizes over these iterations, folded, of the runs that have some.
+
+    ``reach``: leaves out runs without a line that ends in so many last of these iterations.
+    """
+    found = Values()
+    for name, seed, run in ((name, seed, run) for name, of in pairs.items() for seed, run in of.items()):
+        those = [pair for pair in run if first <= pair.iteration <= last]
+        sizes = [x for pair in those if not math.isnan(x := size(pair))]
+        if sizes and those[-1].iteration > min(last, run[-1].iteration) - reach:
+            found.setdefault(name, {})[seed] = fold(sizes)
+    return found
 
 
 def blocks(start: int, end: int, shortest: int = 10) -> list[tuple[int, int]]:
     """First and last iteration of each."""
     ends = [0, *(at for at in ENDS if at >= shortest)]
     return [(start + a, min(start + b - 1, end)) for a, b in pairwise(ends) if start + a <= end]
-
-
-def of_each(pairs: Pairs, number: Callable[[list[Pair]], float]) -> Values:
-    """Of each run that has it: where it is no nan."""
-    numbers = {name: {seed: number(run) for seed, run in of.items()} for name, of in pairs.items()}
-    known = {n: {seed: x for seed, x in of.items() if not math.isnan(x)} for n, of in numbers.items()}
-    return {name: of for name, of in known.items() if of}
 
 
 # --- what is judged ----------------------------------------------------------------------------
@@ -235,15 +195,11 @@ class Judge:
     first_bound: float | None = None
     first_grad_norm_bound: float | None = None
 
-    def of_noise(self, values: Values) -> float:
-        every = (size for name in self.noise for size in values.get(name, {}).values())
-        return root_mean_square(filter(math.isfinite, every))
-
-    def twice(self, least: float, *values: Values, otherwise: float = math.nan) -> float:
-        """The largest noise of these, or ``least`` if that is more; ``otherwise`` where there is none."""
-        sizes = [losses.YARDSTICK_FACTOR * self.of_noise(of) for of in values]
-        known = [size for size in sizes if not math.isnan(size)]
-        return max(least, *known) if known else otherwise
+    def bound(self, times: float, least: float, *values: Values, otherwise: float = math.nan) -> float:
+        """So many times the largest noise of these, at the least ``least``; ``otherwise`` without noise."""
+        each = [[x for name in self.noise for x in of.get(name, {}).values()] for of in values]
+        known = [finite for of in each if (finite := [*filter(math.isfinite, of)])]
+        return max([least, *(times * root_mean_square(of) for of in known)]) if known else otherwise
 
     def figures(self, curve: str, pairs: Pairs, start: int, is_fp32: bool) -> Iterator[Figure]:
         """Of one pair relative differences, of seeds differences; gradient norms have no last iterations.
@@ -252,66 +208,47 @@ class Judge:
         are few, and its noise jumps more than the losses'.
         """
         is_norm, mine = curve == GRAD_NORM, [*chain(*pairs[self.judged].values())]
-        begin, end = min(pair.iteration for pair in mine), max(pair.iteration for pair in mine)
-        worst, every = max(mine, key=lambda pair: pair.difference), of_each(pairs, largest)
-        at = f"all (largest at iteration {worst.iteration})" if worst.difference else "all"
+        begin, end = (pick(pair.iteration for pair in mine) for pick in (min, max))
+        early, twice = (begin, start + self.first - 1, self.first / 2), losses.YARDSTICK_FACTOR
+        worst, every = max(mine, key=Pair.difference), of_each(pairs, Pair.difference, max)
+        at = f"all (largest at iteration {worst.iteration})" if worst.difference() else "all"
         is_all = self.by_seed and " loss " in curve  # a validation
-        bound = self.twice(DRIFT, every, otherwise=DRIFT) if is_all else math.inf
+        bound = self.bound(twice, DRIFT, every, otherwise=DRIFT) if is_all else math.inf
         yield Figure(curve, at, every, max, bound)
         if is_all:
             return
         runs = [run for name in (self.judged, *self.noise) for run in pairs.get(name, {}).values()]
-        known = [pair for pair in chain(*runs) if math.isfinite(pair.reference)]
-        resolution = losses.GRAD_NORM_RESOLUTION if is_norm else losses.LOSS_RESOLUTION
-        size = max((abs(pair.reference) for pair in known), default=0.0)
-        digits = max([resolution * size, *(pair.tolerance for pair in known)])
-        if not is_norm:
+        known = [(abs(pair.reference), pair.tolerance) for pair in chain(*runs) if pair.reference]
+        # What printed digits can tell: of losses seven, of norms, as a ratio, those behind the point.
+        digits = losses.LOSS_RESOLUTION * max((size for size, _ in known if size < math.inf), default=0.0)
+        if is_norm:
+            ratios = [tolerance / size for size, tolerance in known]
+            digits = max(losses.GRAD_NORM_RESOLUTION, median_low(ratios or [0.0]))
+        else:
             # Means of few seeds can be near 0 by chance; those of the iterations before seldom are, too.
-            last, before = (of_each(pairs, partial(self.late, end=at)) for at in (end, end - LAST))
+            size = Pair.apart if self.by_seed else Pair.drift
+            last, before = (of_each(pairs, size, fmean, at - LAST + 1, at) for at in (end, end - LAST))
             least, otherwise = (digits, math.nan) if self.by_seed else (DRIFT, DRIFT)
-            bound = self.twice(least, last, before, otherwise=otherwise)
-            yield Figure(curve, f"last {LAST}", last, mean, bound)
-        first = of_each(pairs, partial(self.early, begin=begin, until=start + self.first - 1))
+            bound = self.bound(twice, least, last, before, otherwise=otherwise)
+            yield Figure(curve, f"last {LAST}", last, fmean, bound)
+        part = f"first {self.first}"
         if not self.by_seed:
+            first = of_each(pairs, Pair.difference, max, *early)
             usual, given = FIXED[is_norm][is_fp32], (self.first_bound, self.first_grad_norm_bound)[is_norm]
-            bound = self.twice(usual if is_norm else losses.LOSS_RESOLUTION, first, otherwise=usual)
-            yield Figure(curve, f"first {self.first}", first, max, bound if given is None else given)
+            bound = self.bound(twice, usual if is_norm else losses.LOSS_RESOLUTION, first, otherwise=usual)
+            yield Figure(curve, part, first, max, bound if given is None else given)
             return
         # A mean over more iterations is nearer to another than they are.
-        alike = len({*map(spacing, runs)}) == 1
-        bound = self.twice(digits, first) if alike else math.nan
-        yield Figure(curve, f"first {self.first}", first, root_mean_square, bound)
-        if is_norm:  # of ratios
-            ratios = [pair.tolerance / pair.reference for pair in known if pair.reference]
-            digits = max(resolution, median_low(ratios or [0.0]))
-        parts = blocks(start, end)
-        sizes = [of_each(pairs, partial(distance, first=a, last=b, is_norm=is_norm)) for a, b in parts]
-        for (a, b), of, bound in zip(parts, sizes, self.of_blocks(sizes, digits), strict=True):
-            bound = bound if alike else math.nan
-            yield Figure(curve, f"iterations {a} to {b}", of, root_mean_square, bound)
-
-    def of_blocks(self, sizes: Sequence[Values], digits: float) -> list[float]:
-        """Each block's bound: by the largest noise of this block, an earlier one or the next."""
-        noise = [self.of_noise(of) for of in sizes]
-        known = [[IN_BLOCK * size for size in noise[: at + 2] if size >= 0] for at in range(len(noise))]
-        return [max(digits, *near) if near else math.nan for near in known]
-
-    def late(self, run: list[Pair], end: int) -> float:
-        return mean(p.gap if self.by_seed else p.drift for p in within(run, end - LAST + 1, end))
-
-    def early(self, run: list[Pair], begin: int, until: int) -> float:
-        """nan where too few lines have these iterations."""
-        those = within(run, begin, until)
-        if not those or those[-1].iteration <= min(until, run[-1].iteration) - self.first / 2:
-            return math.nan
-        return root_mean_square(pair.gap for pair in those) if self.by_seed else largest(those)
-
-
-# --- a comparison --------------------------------------------------------------------------------
-
-#: By name and seed; one pair's seed is 0.
-Runs = dict[str, dict[int, Record]]
-_NAME_SEED = re.compile(r"(.+)-(\d+)(?:\.log)?")
+        steps = {median_low([b.iteration - a.iteration for a, b in pairwise(run)] or [0]) for run in runs}
+        parts, apart = blocks(start, end), partial(Pair.apart, is_norm=is_norm)
+        windows = [of_each(pairs, apart, root_mean_square, *block) for block in parts]
+        figures = [(part, of_each(pairs, apart, root_mean_square, *early))]
+        figures += [(f"iterations {a} to {b}", of) for (a, b), of in zip(parts, windows, strict=True)]
+        for so_many, (part, of) in enumerate(figures, 1):
+            # Of a block by the largest noise of this one, an earlier one or the next.
+            times, near = (IN_BLOCK, windows[:so_many]) if so_many > 1 else (twice, [of])
+            bound = self.bound(times, digits, *near) if len(steps) == 1 else math.nan
+            yield Figure(curve, part, of, root_mean_square, bound)
 
 
 @dataclass
@@ -325,33 +262,25 @@ class Comparison:
     figures: list[Figure] = field(default_factory=list)
 
     @property
-    def names(self) -> list[str]:
-        """The judged run's, the noise's, and others'."""
-        others = sorted({name for pairs in self.pairs.values() for name in pairs})
-        return list(dict.fromkeys([self.judge.judged, *self.judge.noise, *others]))
-
-    @property
     def main(self) -> Pairs:
-        return next(iter(self.pairs.values()))
+        return next(iter(self.pairs.values()), {})
 
     def on_the_way(self, curve: str, name: str) -> list[tuple[int, float]]:
         """Last iteration of each block, from the first on, and the distance in it."""
-        runs = [*self.pairs[curve][name].values()]
-        of = blocks(self.start, max(run[-1].iteration for run in runs), 1)
-        sizes = [root_mean_square(distance(run, *block, False) for run in runs) for block in of]
-        return [(end, size) for (_, end), size in zip(of, sizes, strict=True) if not math.isnan(size)]
+        of = {name: self.pairs[curve][name]}
+        end = max(run[-1].iteration for run in of[name].values())
+        found = [(b, of_each(of, Pair.apart, root_mean_square, a, b)) for a, b in blocks(self.start, end, 1)]
+        return [(end, root_mean_square(sizes[name].values())) for end, sizes in found if sizes]
 
     @property
     def verdict(self) -> str:
         seeds, *others = (len(self.main.get(name, {})) for name in (self.judge.judged, *self.judge.noise))
-        if self.judge.by_seed and min(seeds, sum(others)) < FEWEST_SEEDS:
-            return "INCONCLUSIVE"
-        if self.problems:
-            return "DIFFERENT"
         # The last iterations alone miss most errors.
         first = f"{next(iter(self.pairs))}, first"
         told = any(figure.what.startswith(first) and figure.bound >= 0 for figure in self.figures)
-        return "SAME" if told or not self.judge.by_seed else "INCONCLUSIVE"
+        if self.judge.by_seed and min(seeds, sum(others)) < FEWEST_SEEDS:
+            return "INCONCLUSIVE"
+        return "DIFFERENT" if self.problems else "SAME" if told or not self.judge.by_seed else "INCONCLUSIVE"
 
     @property
     def looked_at(self) -> str:
@@ -363,19 +292,19 @@ class Comparison:
         return f"looked at: {', '.join(curves)}; iterations {self.start} to {end}, {lines}"
 
     def add(self, figure: Figure) -> None:
-        judged, noise = self.judge.judged, [name for name in self.judge.noise if name in figure.values]
+        judged, bound = self.judge.judged, figure.bound
         if judged in figure.values:
             self.figures.append(figure)
             if not figure.is_within(judged):
-                by = f"{figure.over(judged):+.1e}, bound {figure.bound:.1e}"
-                self.problems.append(f"{figure.what} differs: {by}")
-            if math.isnan(figure.bound) and not figure.is_block:
-                why = "runs log other iterations" if noise else "no run of --against-noise has it"
-                self.notes.append(f"{figure.what}: not judged, since {why}")
-            elif self.judge.noise and not noise and figure.bound < math.inf:
-                self.notes.append(f"{figure.what}: a fixed bound, since no run of --against-noise has it")
-        elif not figure.is_block:
+                self.problems.append(f"{figure.what} differs: {figure.over(judged):+.1e}, bound {bound:.1e}")
+        if figure.is_block:
+            return
+        has_noise = any(name in figure.values for name in self.judge.noise)
+        if judged not in figure.values:
             self.notes.append(f"{figure.what}: no line has these alone; --log-interval 1 would tell more")
+        elif math.isnan(bound) or (self.judge.noise and not has_noise and bound < math.inf):
+            how = "not judged" if math.isnan(bound) else "a fixed bound"
+            self.notes.append(f"{figure.what}: {how}, since no run of --against-noise has such lines")
 
 
 def compare(runs: Runs, judge: Judge, notes: Iterable[str] = ()) -> Comparison:
@@ -385,92 +314,79 @@ def compare(runs: Runs, judge: Judge, notes: Iterable[str] = ()) -> Comparison:
         if run.restarts:
             again = ", ".join(map(str, run.restarts[:5]))
             found.notes.append(f"{run.name} was restarted at iteration {again}: the last start counts")
-        if run.num_repeated:
-            found.notes.append(f"{run.name} has {run.num_repeated} lines twice: the last of each counts")
         beside = runs[judge.reference].get(seed)
         if name == judge.reference or beside is None:
             continue
         curves = {curve: pairs_of(beside, run, curve) for curve in beside.curves if curve in run.curves}
         main = next((loss for loss in beside.training_losses if curves.get(loss)), "")
         if not main:
-            found.notes.append(_nothing_shared(beside, run))
+            ranges = ["{} {} to {}".format(each.name, *each.iterations()) for each in (beside, run)]
+            advice = "; beside a log TensorBoard needs --tensorboard-log-interval 1"
+            why = f"no loss over the same iterations ({', '.join(ranges)})"
+            found.notes.append(why + advice * (run.kind != beside.kind))
         for curve, pairs in curves.items() if main else ():
-            if judge.by_seed and curve not in (main, GRAD_NORM) and not re.match("mtp|.* loss ", curve):
+            is_of_heads = curve in (main, GRAD_NORM) or re.match("mtp|.* loss ", curve)
+            if judge.by_seed and not is_of_heads:
                 continue
-            if those := [p for p in pairs if name not in judge.noise or math.isfinite(p.difference)]:
+            if those := [p for p in pairs if name not in judge.noise or math.isfinite(p.difference())]:
                 found.pairs.setdefault(curve, {}).setdefault(name, {})[seed] = those
-        if run.kind == beside.kind == "log":  # TensorBoard does not tell
-            skipped.setdefault(name, {})[seed] = len(at := _skips(beside, run))
-            steps = ", ".join(map(str, at[:5]))
-            found.notes += [f"{run.name} skipped other steps: {steps}"] * (name == judge.judged and bool(at))
-        if run.kind == beside.kind and name == judge.judged:  # the other kind has names of its own
-            for curve in beside.curves.keys() ^ run.curves.keys():
-                if judge.by_seed or " loss " not in curve:
-                    one = beside if curve in beside.curves else run
-                    found.problems.append(f"only {one.name} logs {curve}")
+        if run.kind != beside.kind:  # TensorBoard has names of its own
+            continue
+        if run.kind == "log":  # TensorBoard tells of no skipped step
+            skipped.setdefault(name, {})[seed] = _skips(beside, run)
+        for curve in beside.curves.keys() ^ run.curves.keys() if name == judge.judged else ():
+            if judge.by_seed or " loss " not in curve:
+                one = beside if curve in beside.curves else run
+                found.problems.append(f"only {one.name} logs {curve}")
     order = sorted(found.pairs, key=lambda curve: (" loss " in curve, curve == GRAD_NORM))
     found.pairs = {curve: found.pairs[curve] for curve in order if judge.judged in found.pairs[curve]}
-    shared = found.main if found.pairs else {}
-    without = [name for name in (judge.judged, *judge.noise) if name not in shared]
+    without = [name for name in (judge.judged, *judge.noise) if name not in found.main]
     if without and (judge.by_seed or judge.judged in without):
         why = f"no run NAME-SEED of {', '.join(without)} is beside {judge.reference} of the same seed"
         raise UsageError("; ".join(["nothing to compare", *[why] * judge.by_seed, *found.notes[:3]]))
-    of_judged = [pair for run in shared[judge.judged].values() for pair in run]
-    if not any(math.isfinite(pair.reference) or math.isfinite(pair.other) for pair in of_judged):
+    of_judged = [*found.main[judge.judged].values()]
+    if not any(math.isfinite(pair.reference) or math.isfinite(pair.other) for pair in chain(*of_judged)):
         raise UsageError("nothing to compare: no loss is finite in either run")
-    found.start = min(start_of(run) for run in shared[judge.judged].values())
+    found.start = min(map(start_of, of_judged))
     of_pair = [run for name in (judge.reference, judge.judged) for run in runs[name].values()]
     is_fp32 = {run.precision for run in of_pair} == {"float32"}
     for curve, of_curve in found.pairs.items():
         for figure in judge.figures(curve, of_curve, found.start, is_fp32):
             found.add(figure)
-        missing = [p.iteration for run in of_curve[judge.judged].values() for p in run if math.isnan(p.gap)]
+        missing = [p.iteration for p in chain(*of_curve[judge.judged].values()) if math.isnan(p.apart())]
         for first in missing[:1]:
             found.notes.append(f"{curve} is nan in both runs on {len(missing)} lines, from {first} on")
-    if not judge.by_seed and len({run.iterations() for run in of_pair}) > 1:
-        each = ", ".join("{} has {} to {}".format(run.name, *run.iterations()) for run in of_pair)
-        found.notes.append(f"compared are iterations {found.start} to {of_judged[-1].iteration}: {each}")
     if judge.judged in skipped:
-        bound = judge.twice(0.0, skipped, otherwise=0.0)
+        bound = judge.bound(losses.YARDSTICK_FACTOR, 0.0, skipped, otherwise=0.0)
         found.add(Figure("skipped steps", "lines", skipped, root_mean_square, bound))
     return found
 
 
-def _nothing_shared(reference: Record, other: Record) -> str:
-    ranges = [f"{run.name} {run.iterations()[0]} to {run.iterations()[1]}" for run in (reference, other)]
-    text = f"the runs have no loss over the same iterations ({', '.join(ranges)})"
-    if reference.kind != other.kind:
-        text += "; beside a log, TensorBoard needs every iteration: --tensorboard-log-interval 1"
-    return text
-
-
-def _skips(*runs: Record) -> list[int]:
-    """Lines in whose iterations the two skipped different numbers of steps."""
+def _skips(*runs: Record) -> int:
+    """In how many lines of both the two skipped different numbers of steps."""
     (a, b), (c, d) = (run.iterations() for run in runs)
-    lines = sorted({line for run in runs for line in run.skipped if max(a, c) <= line <= min(b, d)})
-    return [line for line in lines if len({run.skipped.get(line, 0) for run in runs}) > 1]
+    lines = {line for run in runs for line in run.skipped if max(a, c) <= line <= min(b, d)}
+    return sum(len({run.skipped.get(line, 0) for run in runs}) > 1 for line in lines)
 
 
 def series_of(folder: Path, judge: Judge) -> Comparison:
     """Of the runs FOLDER/NAME-SEED that reach the last iteration.
 
-    Raises UsageError where one of the names has none that can be paired, or is given twice.
+    Raises UsageError where one of the names has none that can be paired.
     """
-    if len({judge.reference, judge.judged, *judge.noise}) != 2 + len(judge.noise):
-        raise UsageError("a run is no noise of itself: give --against-noise other names, each once")
-    found, runs, notes = list[Record](), Runs({judge.reference: {}}), list[str]()
-    paths = sorted(folder.iterdir()) if folder.is_dir() else []
-    for path in (path for path in paths if _NAME_SEED.fullmatch(path.name)):
-        try:
-            found.append(read_run(path, path.name))
-        except UsageError as error:
-            notes.append(f"left out: {error}")
-    last = max((run.iterations()[1] for run in found), default=0)
-    for run in found:
+    found, runs, notes = list[tuple[str, int, Record]](), Runs({judge.reference: {}}), list[str]()
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        if match := _NAME_SEED.fullmatch(path.name):
+            try:
+                found.append((match[1], int(match[2]), read_run(path, path.name)))
+            except UsageError as error:
+                notes.append(f"left out: {error}")
+    last = max((run.iterations()[1] for _, _, run in found), default=0)
+    for name, seed, run in found:
         if (end := run.iterations()[1]) < last:
             notes.append(f"left out: {run.name} ends at iteration {end}")
-        elif match := _NAME_SEED.fullmatch(run.name):
-            runs.setdefault(match[1], {})[int(match[2])] = run
+        else:
+            runs.setdefault(name, {})[seed] = run
     return compare(runs, judge, notes)
 
 
@@ -480,16 +396,16 @@ def series_of(folder: Path, judge: Judge) -> Comparison:
 def report(found: Comparison, out: Path, source: Row, console: Console, caption: str = "") -> int:
     """Prints the table and the verdict, writes picture and figures; the exit status."""
     judge, rows = found.judge, list[Row]()
+    names = dict.fromkeys([judge.judged, *judge.noise, *sorted(found.runs)])
     how = ", paired by seed with" if judge.by_seed else " against"
     head = ["", "over the seeds", "of each seed"] if judge.by_seed else ["", "difference"]
     table = tables.terminal(f"minus {judge.reference}; red: outside the bound", head)
     for figure in found.figures:
-        names = [name for name in found.names if name in figure.values]
         is_shown = not figure.is_block or not figure.is_within(judge.judged)
         if is_shown:
             bound = f"bound {figure.bound:.1e}" if math.isfinite(figure.bound) else ""
             table.add_row(figure.what, bound, style="bold")
-        for name in names:
+        for name in (name for name in names if name in figure.values):
             seeds, differences = zip(*sorted(figure.values[name].items()), strict=True)
             row: Row = {"shape": f"{figure.what}{how} {judge.reference}", "variant": name, "seeds": seeds}
             row |= {"differences": differences, "over_seeds": figure.over(name), "bound": figure.bound}
@@ -500,48 +416,44 @@ def report(found: Comparison, out: Path, source: Row, console: Console, caption:
                 row["curve"] = [p[1:4] for run in found.pairs[figure.curve][name].values() for p in run]
             rows.append(row)
             if is_shown:
-                style, each = "" if row["within"] else "red", " ".join(f"{x:+.1e}" for x in differences)
-                cells = [f"  {name}", f"{row['over_seeds']:+.1e}", each][: len(head)]
-                table.add_row(*cells, style=style)
+                cells = f"  {name}", f"{figure.over(name):+.1e}", " ".join(f"{x:+.1e}" for x in differences)
+                table.add_row(*cells[: len(head)], style="" if row["within"] else "red")
     console.print(table)
-    for words in (*(f"note: {note}" for note in found.notes), *(f"[red]{p}[/red]" for p in found.problems)):
-        console.print(words, soft_wrap=True)
     facts: Row = {"verdict": found.verdict, "problems": found.problems, "notes": found.notes}
     facts |= {"judged": judge.judged, "noise": judge.noise, "caption": caption, "looked_at": found.looked_at}
     facts["runs"] = {run.name: run.facts for of in found.runs.values() for run in of.values()}
     results.write(out / "compare_loss.json", rows, source | facts)
+    lines = [*(f"note: {note}" for note in found.notes), *(f"[red]{p}[/red]" for p in found.problems)]
     if pictures.pyplot() is None:
-        console.print("no picture: matplotlib is not installed")
+        lines.append("no picture: matplotlib is not installed")
     elif judge.by_seed:
         draw_series(results.read(out / "compare_loss.json"), out / "compare_loss.png")
     else:
         draw_pair(found, out / "compare_loss.png")
-    console.print(f"{out}: compare_loss.json\n{found.looked_at}", soft_wrap=True)
     colour = "green" if found.verdict == "SAME" else "red"
-    console.print(f"[{colour}]{found.verdict}[/{colour}]")
+    lines += [f"{out}: compare_loss.json", found.looked_at, f"[{colour}]{found.verdict}[/{colour}]"]
+    console.print("\n".join(lines), soft_wrap=True)
     return STATUS[found.verdict]
 
 
 def draw_pair(found: Comparison, path: Path) -> None:
     """The heads' losses over each other (those of routers have another scale), and all differences."""
     judge, curves = found.judge, [curve for curve in found.pairs if curve != GRAD_NORM]
-    plt, label = pictures.pyplot(), "nan or inf"
+    plt, (loss, of_loss) = pictures.pyplot(), next(iter(found.pairs.items()))
     figure, (above, below) = plt.subplots(2, sharex=True, figsize=(8, 7.2), layout="constrained")
+    grey = {"color": "#737373", "ls": ":", "label": f"{loss} of the noise run"}
+    drawn = [(of_loss[name][0], grey) for name in judge.noise if name in of_loss]
     for curve, colour in zip(curves, cycle(plt.get_cmap("tab10").colors), strict=False):
         pairs = found.pairs[curve][judge.judged][0]
-        _differences(below, pairs, color=colour, label=curve)
+        drawn.append((pairs, {"color": colour, "label": curve}))
         if " loss" in curve or len(curves) == 1:
-            iterations, few = [pair.iteration for pair in pairs], "o" if len(pairs) < 12 else ""
+            at, few = [pair.iteration for pair in pairs], "o" if len(pairs) < 12 else ""
             wide = {"lw": 5, "ms": 9, "alpha": 0.35}
-            above.plot(iterations, [pair.reference for pair in pairs], color=colour, marker=few, **wide)
-            above.plot(iterations, [pair.other for pair in pairs], color=colour, marker=few, lw=1.3, ms=3)
-            if missing := [p.iteration for p in pairs if not math.isfinite(p.other + p.reference)]:
-                cross = {"color": "#cb181d", "transform": above.get_xaxis_transform(), "label": label}
-                above.plot(missing, [0.03] * len(missing), "x", **cross)
-                label = ""
-    loss, of_loss = next(iter(found.pairs.items()))
-    for name in (name for name in judge.noise if name in of_loss):
-        _differences(below, of_loss[name][0], color="#737373", ls=":", label=f"{loss} of the noise run")
+            above.plot(at, [pair.reference for pair in pairs], color=colour, marker=few, **wide)
+            above.plot(at, [pair.other for pair in pairs], color=colour, marker=few, lw=1.3, ms=3)
+    for pairs, style in drawn:  # A log axis has no zero: where there is no difference, there is a gap.
+        sizes = [size if 0 < (size := p.difference()) < math.inf else math.nan for p in pairs]
+        below.plot([pair.iteration for pair in pairs], sizes, lw=1, marker=".", ms=4, **style)
     below.set(yscale="log", xlabel="iteration", ylabel="relative difference")
     above.set_ylabel("loss")
     _plain(above, below)
@@ -549,12 +461,6 @@ def draw_pair(found: Comparison, path: Path) -> None:
     figure.suptitle(f"{names}: {found.verdict}", fontsize=10)
     figure.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
     pictures.save(figure, path)
-
-
-def _differences(axes: Any, pairs: Sequence[Pair], **style: Any) -> None:
-    """A log axis has no zero: where there is no difference, there is a gap."""
-    sizes = [p.difference if 0 < p.difference < math.inf else math.nan for p in pairs]
-    axes.plot([pair.iteration for pair in pairs], sizes, lw=1, marker=".", ms=4, **style)
 
 
 def _plain(*panels: Any) -> None:
@@ -587,17 +493,17 @@ def draw_series(content: dict[str, Any], path: Path) -> None:
     left.set_xlabel("iteration", fontsize=8)
     left.set_title(f"loss minus {reference}'s with the same seed,\nroot mean square, nats", fontsize=8)
     for axes, (what, rows) in zip(panels, shown.items(), strict=True):
-        for at, name in enumerate(name for name in last if name in rows):
-            row, colour = rows[name], colours[name]
-            bound = float(row["bound"])
+        bound = float(next(iter(rows.values()))["bound"])
+        for at, (row, colour) in enumerate((rows.get(name), colour) for name, colour in colours.items()):
+            if row is None:
+                continue
             each = [max(abs(float(value)) / bound, 1e-2) for value in row["differences"]]
             axes.plot(each, [at] * len(each), "o", color=colour, ms=4, alpha=0.5)
             axes.plot([abs(float(row["over_seeds"])) / bound], [at], "|", color=colour, ms=14, mew=2)
         axes.axvline(1, color="black", ls="--", lw=1)
-        axes.set_xscale("log")
+        axes.set(xscale="log", ylim=(len(last) - 0.5, -0.5))
         axes.set_title(f"{what}\nbound {bound:.1e}", fontsize=8)
         axes.set_xlabel("times the bound", fontsize=8)
-        axes.set_ylim(len(last) - 0.5, -0.5)
         axes.set_yticks(range(len(last)), list(last) if axes is panels[0] else [""] * len(last))
     for label, colour in zip(panels[0].get_yticklabels(), colours.values(), strict=True):
         label.set_color(colour)
@@ -613,91 +519,75 @@ def draw_series(content: dict[str, Any], path: Path) -> None:
 # --- command line ------------------------------------------------------------------------------
 
 
-def _parser() -> cli.Parser:
+def _launch_all(given: argparse.Namespace, words: Sequence[str], console: Console) -> None:
+    """Run the launches; then their folders are given, as if the user had."""
+    if given.runs or given.against_noise:
+        raise UsageError("--launch makes the runs itself: give the command after --, and no run")
+    command = Command.of(words)
+    lines = {"off": command.off(), "on": command.on()}
+    if given.noise or given.seeds:
+        lines["noise"] = command.other_stock()
+    seeds = [(f"-{seed}", ["--seed", str(seed)]) for seed in given.seeds or ()]
+    for end, seeded in seeds or [("", [])]:
+        for name, line in lines.items():
+            began, what = time.monotonic(), f"launch {name}{end}"
+            with console.status(what) as status:
+                show = partial(_show, status, what)
+                launch([*line, *seeded], given.out / f"{name}{end}", given.timeout, show)
+            took = f"{time.monotonic() - began:.0f} s"
+            console.print(f"{what}: {took}, logs in {given.out / name}{end}", soft_wrap=True)
+    given.paired = given.out if seeds else None
+    off, on, *given.against_noise = lines if seeds else [given.out / name for name in lines]
+    given.runs = [off, on]
+
+
+def _show(status: Any, what: str, now: str) -> None:
+    status.update(f"{what}: {now}")
+
+
+@cli.command("compare")
+def main(words: list[str]) -> int:
+    own, launched = split_command(words)
     parser = cli.Parser("python -m megatron_fused_ce compare", __doc__ or "")
-    parser.add_argument("runs", nargs="*", metavar="RUN", help="the reference, and the other run")
-    parser.add_argument("--out", type=Path, default=Path("build/compare_loss"))
-    add, bound = parser.add_argument_group("bounds").add_argument, cli.number()
+    add, bound = parser.add_argument, cli.number()
+    add("runs", nargs="*", metavar="RUN", help="the reference, and the other run")
+    add("--out", type=Path, default=Path("build/compare_loss"))
     same = "others that are the same as the reference"
     add("--against-noise", nargs="+", default=[], metavar="RUN", help=same)
     add("--first", type=cli.whole(), default=10, metavar="N", help="how many iterations are the first [10]")
     add("--first-bound", type=bound, metavar="X", help="losses, relative [5e-4; fp32 1e-6]")
     add("--first-grad-norm-bound", type=bound, metavar="X", help="ratio - 1 [2e-2; fp32 1e-5]")
     add("--paired", type=Path, metavar="RUNS", help="pair RUNS/NAME-SEED by seed; runs are given as names")
-    add = parser.add_argument_group("launches").add_argument
     add("--launch", action="store_true", help="run the command after --, flag off and on")
     add("--noise", action="store_true", help="and once more with Megatron's native loss, as noise")
     each = "three runs, with noise, of each seed; pair them"
     add("--seeds", type=cli.whole(), nargs="+", metavar="N", help=each)
     add("--timeout", type=cli.seconds, default=cli.NO_LIMIT, metavar="S", help="of one launch")
-    return parser
-
-
-def _given_runs(given: argparse.Namespace) -> dict[str, Path]:
-    """The reference, the other and, where there is one, the noise: by the shortest ends that differ."""
-    if len(given.runs) != 2:
-        raise UsageError("give two runs: compare REFERENCE OTHER, or --launch -- COMMAND")
-    if len(given.against_noise) > 1:
-        raise UsageError("one pair is held against one run of --against-noise; several seeds against more")
-    paths = [Path(path) for path in (*given.runs, *given.against_noise)]
-    ends = [path.resolve() for path in paths]
-    if ends[2:] and ends[2] in ends[:2]:
-        raise UsageError("a run is no noise of itself: give --against-noise another")
-    for length in range(1, max(len(path.parts) for path in ends) + 1):
-        names = {"/".join(end.parts[-length:]): path for end, path in zip(ends, paths, strict=True)}
-        if len(names) == len(paths):
-            return names
-    return dict(zip("ABC", paths, strict=False))
-
-
-def _launch(line: list[str], folder: Path, timeout_s: float, console: Console) -> None:
-    began, what = time.monotonic(), f"launch {folder.name}"
-    with console.status(what) as status:
-        launch(line, folder, timeout_s, lambda now: status.update(f"{what}: {now}"))
-    console.print(f"{what}: {time.monotonic() - began:.0f} s, logs in {folder}", soft_wrap=True)
-
-
-def _launched_runs(given: argparse.Namespace, words: Sequence[str], console: Console) -> dict[str, Path]:
-    if given.runs or given.against_noise:
-        raise UsageError("--launch makes the runs itself: give the command after --, and no run")
-    command, runs = Command.of(words), dict[str, Path]()
-    launches = {"off": command.off(), "on": command.on()}
-    if given.noise or given.seeds:
-        launches["noise"] = command.other_stock()
-    for seed in given.seeds or [None]:
-        for name, line in launches.items():
-            folder = given.out / (name if seed is None else f"{name}-{seed}")
-            seeded = [] if seed is None else ["--seed", str(seed)]
-            _launch([*line, *seeded], folder, given.timeout, console)
-            runs[name] = folder
-    other = "unfused" if LOSS_FUSION in launches["off"] else "native"
-    names = {"off": "flag off", "on": "flag on", "noise": f"flag off, {other} loss"}
-    return {names[name]: folder for name, folder in runs.items()}
-
-
-@cli.command("compare")
-def main(words: list[str]) -> int:
-    own, launched = split_command(words)
-    given = _parser().parse_args(own)
+    given = parser.parse_args(own)
     from rich.console import Console
 
     console = Console(highlight=False)
-    bounds = {"first_bound": given.first_bound, "first_grad_norm_bound": given.first_grad_norm_bound}
     cli.writable_folder(given.out)
-    if given.paired and (len(given.runs) != 2 or not given.against_noise):
-        raise UsageError("with --paired give two names of runs in RUNS, and others with --against-noise")
-    runs = _launched_runs(given, launched, console) if given.launch else {}
+    if given.launch:
+        _launch_all(given, launched, console)
     source = results.made_by(results.device_name() if given.launch else "", ["compare", *words])
-    if given.paired or (runs and given.seeds):
-        names, noise = (given.runs, given.against_noise) if given.paired else (("off", "on"), ["noise"])
-        judge = Judge(names[0], names[1], noise, by_seed=True, first=given.first)
-        found = series_of(given.paired or given.out, judge)
-        return report(found, given.out, source, console)
-    records = {name: {0: read_run(path, name)} for name, path in (runs or _given_runs(given)).items()}
-    reference, other, *noise = records
-    found = compare(records, Judge(reference, other, noise, first=given.first, **bounds))
-    if not given.launch and Path(given.runs[0]).samefile(given.runs[1]):
-        found.notes.insert(0, f"{given.runs[1]} is given twice: a run is compared with itself")
+    every = [*given.runs, *given.against_noise]
+    if len(given.runs) != 2 or (len(every) < 3 if given.paired else len(every) > 3):
+        pairs = "with --paired two names, and others by --against-noise; or --launch -- COMMAND"
+        raise UsageError(f"give two runs, and at most one by --against-noise; {pairs}")
+    paths = [Path(run).resolve() for run in every]
+    if len({*paths}) < len(every):
+        raise UsageError("a run is given twice: it is no noise of itself, and no other run")
+    if given.paired:
+        found = series_of(
+            given.paired, Judge(given.runs[0], given.runs[1], given.against_noise, True, given.first)
+        )
+    else:  # by their names below what they share
+        shared = commonpath([path.parent for path in paths])
+        runs = {(name := relpath(path, shared)): {0: read_run(path, name)} for path in paths}
+        reference, other, *noise = runs
+        bounds = given.first, given.first_bound, given.first_grad_norm_bound
+        found = compare(runs, Judge(reference, other, noise, False, *bounds))
     return report(found, given.out, source, console)
 
 

@@ -42,35 +42,27 @@ COLOURS = {
 }  # fmt: skip
 #: Of the highest peak: less than that is hard to find in the picture, and not in its legend.
 VISIBLE = 1 / 60
-MOST_MARKS = 12  # phases that are drawn
 NUM_COLUMNS = 1200  # of the picture, about a pixel each
 #: Most events of one step: far above a step of 64 micro-batches of 80 layers.
 MOST_EVENTS = 2_000_000
 
 Frame = dict[str, Any]  # filename, name, line
-
-
-# --- who asked for it ----------------------------------------------------------------------------
-
 #: category, pattern of the file, pattern of the function. The innermost frame that fits decides.
-_RULES = tuple(
-    (category, re.compile(file), re.compile(function))
-    for category, file, function in (
-        # The adapter and the launcher stand in the stacks of whole models.
-        (HEAD, r"megatron_fused_ce/(?!adapter/|scripts/|launch|autoload)", ".*"),
-        (HEAD, r"transformer_engine/.*cross_entropy", ".*"),
-        (HEAD, r"megatron/core/(tensor_parallel/cross_entropy|fusions/fused_cross_entropy)\.py", ".*"),
-        (HEAD, r"megatron/core/models/common/language_module/", r"compute_\w*loss"),
-        (EMBEDDING, r"megatron/core/models/(gpt|mamba|hybrid)/\w+_model\.py", r"_preprocess"),
-        (HEAD, r"megatron/core/models/(gpt|mamba|hybrid)/\w+_model\.py", r"_postprocess|forward"),
-        (HEAD, r"megatron/core/transformer/multi_token_prediction\.py", r"\w*loss\w*"),
-        (EMBEDDING, r"megatron/core/models/common/embeddings/", ".*"),
-        (BUFFERS, r"megatron/core/distributed/", ".*"),
-        (OPTIMIZER, r"megatron/core/optimizer/|(torch/optim|apex/optimizers|pytorch/optimizers)/", ".*"),
-        # The file random.py: activations that are recomputed in the backward.
-        (LAYERS, r"megatron/core/(tensor_parallel/random\.py|(transformer|ssm|fusions|extensions)/)", ".*"),
-        (LAYERS, r"transformer_engine/", ".*"),
-    )
+_RULES = (
+    # The adapter and the launcher stand in the stacks of whole models.
+    (HEAD, r"megatron_fused_ce/(?!adapter/|scripts/|launch|autoload)", ".*"),
+    (HEAD, r"transformer_engine/.*cross_entropy", ".*"),
+    (HEAD, r"megatron/core/(tensor_parallel/cross_entropy|fusions/fused_cross_entropy)\.py", ".*"),
+    (HEAD, r"megatron/core/models/common/language_module/", r"compute_\w*loss"),
+    (EMBEDDING, r"megatron/core/models/(gpt|mamba|hybrid)/\w+_model\.py", r"_preprocess"),
+    (HEAD, r"megatron/core/models/(gpt|mamba|hybrid)/\w+_model\.py", r"_postprocess|forward"),
+    (HEAD, r"megatron/core/transformer/multi_token_prediction\.py", r"\w*loss\w*"),
+    (EMBEDDING, r"megatron/core/models/common/embeddings/", ".*"),
+    (BUFFERS, r"megatron/core/distributed/", ".*"),
+    (OPTIMIZER, r"megatron/core/optimizer/|(torch/optim|apex/optimizers|pytorch/optimizers)/", ".*"),
+    # The file random.py: activations that are recomputed in the backward.
+    (LAYERS, r"megatron/core/(tensor_parallel/random\.py|(transformer|ssm|fusions|extensions)/)", ".*"),
+    (LAYERS, r"transformer_engine/", ".*"),
 )
 _BUILDS_MODEL = re.compile(r"get_model|build_model|model_provider|\w+_builder")
 #: Megatron's own linear layer: the output layer's, and every layer's where Transformer Engine has none.
@@ -82,7 +74,7 @@ _ENGINE = re.compile(r"_engine_run_backward|custom_backward")
 
 @lru_cache(maxsize=65536)
 def _category_of_frame(file: str, function: str) -> str | None:
-    fits = (name for name, of_file, of in _RULES if of_file.search(file) and of.fullmatch(function))
+    fits = (name for name, of_file, of in _RULES if re.search(of_file, file) and re.fullmatch(of, function))
     return next(fits, None)
 
 
@@ -148,12 +140,11 @@ class Timeline:
             column = min(max(int(at / width), 0), num - 1)
             found += [held] * (column + 1 - len(found))
             held = dict(now)
-            if sum(held.values()) > sum(found[column].values()):
-                found[column] = held
+            found[column] = max(found[column], held, key=lambda state: sum(state.values()))
         return width, found + [held] * (num - len(found))
 
 
-def live_blocks(snapshot: dict[str, Any], device: int) -> dict[int, dict[str, Any]]:
+def _live_blocks(snapshot: dict[str, Any], device: int) -> dict[int, dict[str, Any]]:
     """Address -> block, of what tensors hold."""
     here = (segment for segment in snapshot["segments"] if segment.get("device", 0) == device)
     blocks = (block for segment in here for block in segment["blocks"])
@@ -175,33 +166,29 @@ def timeline_of(
     # Whether Megatron's linear layer serves in the model's layers too, and not as their head alone.
     local = any(category_of(frames) == LAYERS and _has_linear(frames, "forward") for frames in stacks)
     live: dict[int, tuple[int, str]] = {}
-    head_bytes = 0
 
     def hold(address: int, size: int, frames: Sequence[Frame]) -> str:
-        nonlocal head_bytes
         found = category_of(frames)
         if found == _EITHER:
             found = LAYERS if local else HEAD
-        elif found == NATIVE and head_bytes >= 2 * num_logits > 0:
-            found = HEAD if size in (2 * num_logits, 4 * num_logits) else NATIVE
-        head_bytes += size if found == HEAD else 0
+        elif found == NATIVE and size in (2 * num_logits, 4 * num_logits):
+            of_head = sum(num_bytes for num_bytes, category in live.values() if category == HEAD)
+            found = HEAD if of_head >= 2 * num_logits else NATIVE
         live[address] = size, found
         return found
 
-    for address, block in live_blocks(before, device).items():
-        of_block = hold(address, size := block["requested_size"], block.get("frames", ()))
-        timeline.base[of_block] = timeline.base.get(of_block, 0) + size
-    for number, entry in enumerate(trace):
-        at = entry.get("time_us", begin_us + number) - begin_us
-        address = entry.get("addr", 0)  # an "oom" has none
-        if entry["action"] == "alloc":
-            of_block = hold(address, entry["size"], entry.get("frames", ()))
-            timeline.events.append((at, entry["size"], of_block))
-        elif entry["action"] == "free_requested" and address in live:
-            size, of_block = live.pop(address)
-            head_bytes -= size if of_block == HEAD else 0
-            timeline.events.append((at, -size, of_block))
-    end = sum(block["requested_size"] for block in live_blocks(after, device).values())
+    for address, block in _live_blocks(before, device).items():
+        category = hold(address, size := block["requested_size"], block.get("frames", ()))
+        timeline.base[category] = timeline.base.get(category, 0) + size
+    for entry in trace:
+        address, action = entry.get("addr"), entry["action"]  # an "oom" has no address
+        if action == "alloc":
+            size, category = entry["size"], hold(address, entry["size"], entry.get("frames", ()))
+            timeline.events.append((entry["time_us"] - begin_us, size, category))
+        elif action == "free_requested" and address in live:
+            size, category = live.pop(address)
+            timeline.events.append((entry["time_us"] - begin_us, -size, category))
+    end = sum(block["requested_size"] for block in _live_blocks(after, device).values())
     timeline.unaccounted_bytes = sum(size for size, _ in live.values()) - end
     return timeline
 
@@ -245,9 +232,6 @@ class Recording:
 def now_us() -> int:
     """On the clock of the allocator's trace."""
     return time.time_ns() // 1000
-
-
-# --- the file ------------------------------------------------------------------------------------
 
 
 def write(timelines: Sequence[Timeline], path: Path, command: Sequence[str]) -> None:
@@ -305,61 +289,47 @@ def report(timelines: Sequence[Timeline], out: Path) -> None:
 
 
 def draw(timelines: Sequence[Timeline], path: Path) -> bool:
-    """One panel a run, on the same axes; False without matplotlib."""
+    """One panel a run, on the same axes, the categories stacked over time; False without matplotlib."""
     if (plt := pictures.pyplot()) is None:
         return False
-    size, num = (9, 1.2 + 2.6 * len(timelines)), len(timelines)
+    num, facts, peaks = len(timelines), timelines[0].facts, [timeline.peak() for timeline in timelines]
     shared: dict[str, Any] = {"sharex": True, "sharey": True, "squeeze": False, "layout": "constrained"}
-    figure, panels = plt.subplots(num, 1, figsize=size, **shared)
-    highest = max(timeline.peak()[0] for timeline in timelines)
+    figure, panels = plt.subplots(num, 1, figsize=(9, 1.2 + 2.6 * num), **shared)
+    highest = max(size for size, _, _ in peaks)
     unit, scale = ("GiB", MIB * 1024) if highest > 4096 * MIB else ("MiB", MIB)
-    used: set[str] = set()
-    for axes, timeline in zip(panels[:, 0], timelines, strict=True):
-        used |= _draw_one(axes, timeline, unit, scale, VISIBLE * highest)
-        axes.set_ylim(0, 1.22 * highest / scale)
-        axes.set_ylabel(unit)
-    facts = timelines[0].facts
+    largest = dict.fromkeys(COLOURS, 0)
+    for axes, timeline, (size, at, at_peak) in zip(panels[:, 0], timelines, peaks, strict=True):
+        width, columns = timeline.columns(NUM_COLUMNS)
+        of_run = {name: [column[name] for column in (*columns, columns[-1])] for name in COLOURS}
+        largest = {name: max(largest[name], *of_run[name]) for name in COLOURS}
+        # In no unit of time: a step whose kernels are waited for is slower than one in training.
+        times = [100 * i / NUM_COLUMNS for i in range(NUM_COLUMNS + 1)]
+        plain: dict[str, Any] = {"step": "post", "linewidth": 0, "antialiased": False}
+        below = [0.0] * len(times)
+        for name in (name for name in COLOURS if any(of_run[name])):
+            above = [low + size / scale for low, size in zip(below, of_run[name], strict=True)]
+            axes.fill_between(times, below, above, color=COLOURS[name], **plain)
+            below = above
+        axes.axhline(size / scale, color="black", lw=0.8, ls=":")
+        text = f"{timeline.name}: peak {size / scale:.2f} {unit}, of it head {at_peak[HEAD] / scale:.2f}"
+        axes.text(0.005, 0.985, text, transform=axes.transAxes, ha="left", va="top", fontsize=9)
+        axes.plot([at * 100 / width / NUM_COLUMNS], [size / scale], "v", color="black", ms=4)
+        beside = {"xycoords": ("data", "axes fraction"), "xytext": (2, 0), "textcoords": "offset points"}
+        for when, what in timeline.marks if len(timeline.marks) <= 12 else ():
+            when_is = when * 100 / width / NUM_COLUMNS
+            axes.axvline(when_is, ymax=0.9, color="black", lw=0.5, alpha=0.5)
+            axes.annotate(what, (when_is, 0.885), fontsize=7, va="top", **beside)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set(xlim=(0, 100), ylim=(0, 1.22 * highest / scale), ylabel=unit)
     clock = "device time; each kernel is waited for" if facts.get("waits_for_kernels") else "host time"
     panels[-1, 0].set_xlabel(f"% of the step ({clock})")
-    panels[-1, 0].set_xlim(0, 100)
     about = [facts[name] for name in ("what", "device") if facts.get(name)]
     figure.suptitle(": ".join(["Memory of one step", ", ".join(about)]), fontsize=10)
-    shown = [name for name in reversed(COLOURS) if name in used]
+    shown = [name for name in reversed(COLOURS) if largest[name] >= max(VISIBLE * highest, 1)]
     patches = [plt.Rectangle((0, 0), 1, 1, color=COLOURS[name], label=name) for name in shown]
     figure.legend(handles=patches, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
     pictures.save(figure, path)
     return True
-
-
-def _draw_one(axes: Any, timeline: Timeline, unit: str, scale: int, visible: float) -> set[str]:
-    """The categories stacked over time; returns those of ``visible`` bytes or more."""
-    width, columns = timeline.columns(NUM_COLUMNS)
-    # In no unit of time: a step whose kernels are waited for is slower than one in training.
-    per_cent = 100 / (width * len(columns))
-    times = [width * per_cent * i for i in range(len(columns) + 1)]
-    largest = {name: max(column[name] for column in columns) for name in COLOURS}
-    plain: dict[str, Any] = {"step": "post", "linewidth": 0, "antialiased": False}
-    below = [0.0] * len(times)
-    for name in (name for name, size in largest.items() if size):
-        above = [
-            low + column[name] / scale for low, column in zip(below, (*columns, columns[-1]), strict=True)
-        ]
-        axes.fill_between(times, below, above, color=COLOURS[name], **plain)
-        below = above
-    size, at, at_peak = timeline.peak()
-    axes.plot([0, times[-1]], [size / scale] * 2, color="black", lw=0.8, ls=":")
-    text = f"{timeline.name}: peak {size / scale:.2f} {unit}, of it head {at_peak[HEAD] / scale:.2f}"
-    axes.text(0.005, 0.985, text, transform=axes.transAxes, ha="left", va="top", fontsize=9)
-    axes.plot([at * per_cent], [size / scale], "v", color="black", ms=4)
-    beside = {"xycoords": ("data", "axes fraction"), "xytext": (2, 0), "textcoords": "offset points"}
-    for when, what in timeline.marks if len(timeline.marks) <= MOST_MARKS else ():
-        axes.axvline(when * per_cent, ymax=0.9, color="black", lw=0.5, alpha=0.5)
-        axes.annotate(what, (when * per_cent, 0.885), fontsize=7, va="top", **beside)
-    axes.spines[["top", "right"]].set_visible(False)
-    return {name for name, size in largest.items() if size >= max(visible, 1)}
-
-
-# --- the command ---------------------------------------------------------------------------------
 
 
 def of_launches(given: argparse.Namespace, words: Sequence[str]) -> list[Timeline]:

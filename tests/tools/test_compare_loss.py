@@ -1,9 +1,10 @@
-"""`compare`: runs as Megatron writes them, the verdict, and what is said beside it."""
+"""`compare`: runs as Megatron writes them -> exit status, and what is said beside it."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -19,16 +20,22 @@ import torch
 from megatron_fused_ce.cli.command_line import UsageError
 from megatron_fused_ce.head.autograd import linear_cross_entropy
 from megatron_fused_ce.head.call import Call
-from megatron_fused_ce.scripts.lib import launches, results
+from megatron_fused_ce.scripts.lib import launches, losses, results
 from megatron_fused_ce.scripts.lib import logs as megatron_logs
-from megatron_fused_ce.scripts.lib.logs import GRAD_NORM, Point, read_logs
+from megatron_fused_ce.scripts.lib.logs import GRAD_NORM, Point, Record
 from megatron_fused_ce.scripts.runs import compare as compare_loss
-from megatron_fused_ce.scripts.runs.compare import Figure, Judge, compare
+from megatron_fused_ce.scripts.runs.compare import Figure, Judge, compare, root_mean_square
 from tests import same_training
 from tests.support.checkouts import FAKE_PRETRAIN
 from tests.support.commands import run_here
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def no_picture(request, monkeypatch):
+    if "picture" not in request.node.name:
+        monkeypatch.setattr(compare_loss.pictures, "pyplot", lambda: None)
 
 
 # --- runs as Megatron writes them --------------------------------------------------------------
@@ -44,12 +51,10 @@ class Trained:
     def log(self, interval=1, begin=1, end=None, logs_first=True, stop_after=None):
         """As `training_log` of 0.16 and newer (``logs_first``) or of 0.15 prints it."""
         lines = ["[before the start of training step] datetime: 2026-01-01 00:00:00"]
-        total, advanced, skipped = 0.0, 0, 0
-        last = end or max(self.losses)
+        total, advanced, skipped, last = 0.0, 0, 0, end or max(self.losses)
         stamp = "2026-01-01 00:00:00" + (".123456" if logs_first else "")
         for step in range(begin, (stop_after or last) + 1):
-            loss = self.losses[step]
-            if loss is None:
+            if (loss := self.losses[step]) is None:
                 skipped += 1
             else:
                 total, advanced = total + loss, advanced + 1
@@ -76,11 +81,15 @@ class Trained:
             from torch.utils.tensorboard import SummaryWriter
 
             writer = SummaryWriter(log_dir=str(folder))
-            for step in self.losses:
-                if begin <= step <= (end or step) and step % interval == 0:
-                    writer.add_scalar("lm loss", self.losses[step], step)
-                    writer.add_scalar("lm loss vs samples", self.losses[step], 8 * step)
-                    writer.add_scalar("grad-norm", self.norms[step], step)
+            writer.add_text("params_dtype", "torch.float32")
+            for step in (s for s in self.losses if begin <= s <= (end or s) and s % interval == 0):
+                for tag in ("lm loss", "moe/load_balancing_loss_layer_0", "lm loss validation ppl"):
+                    writer.add_scalar(tag, self.losses[step], step)
+                writer.add_scalar("lm loss vs samples", self.losses[step], 8 * step)
+                writer.add_scalar("grad-norm", self.norms[step], step)
+            # At a run's end Megatron writes the test set's loss under the validation set's name.
+            for loss in (4.0, 4.0, 5.0):
+                writer.add_scalar("lm loss validation", loss, 35)
             file = Path(writer.file_writer.event_writer._file_name)
             writer.close()
             # Of two of one second the one with the larger number is read last, as a string.
@@ -89,36 +98,16 @@ class Trained:
         return write
 
 
-def trained(num=40, seed=0, skipped=()):
-    """Losses that move by a hundredth from one iteration to the next."""
+def trained(num=40, seed=0, skipped=(), by=lambda step: 0.0):
+    """Losses that move by a hundredth from one iteration to the next, off by ``by(iteration)``."""
     draw = random.Random(seed)
-    losses = {step: 5.0 - 0.03 * step + 0.1 * draw.random() for step in range(1, num + 1)}
-    norms = {step: 3.0 + draw.random() for step in losses}
-    return Trained({s: None if s in skipped else loss for s, loss in losses.items()}, norms)
-
-
-def apart(by, num=40):
-    """Losses that are off by ``by(iteration)``."""
-    run = trained(num)
-    return Trained({step: loss * (1 + by(step)) for step, loss in run.losses.items()}, run.norms)
+    exact = {step: 5.0 - 0.03 * step + 0.1 * draw.random() for step in range(1, num + 1)}
+    norms = {step: 3.0 + draw.random() for step in exact}
+    return Trained({s: None if s in skipped else x * (1 + by(s)) for s, x in exact.items()}, norms)
 
 
 def changed(at, by=0.01):
-    return apart(lambda step: by * (step == at))
-
-
-def drifted(by, begin=0, num=100):
-    """To the end; from ``begin`` on ever further, up to ``by``."""
-    return apart(lambda step: by * max(0, step - begin) / (num - begin) if begin else by, num)
-
-
-def spiked(begin, end):
-    return apart(lambda step: 0.05 * (begin <= step < end), 100)
-
-
-def noisy(drift, size=0.004):
-    draw = random.Random(1)
-    return apart(lambda step: draw.gauss(drift, size), 100)
+    return trained(by=lambda step: by * (step == at))
 
 
 def compared(folder, runs, options=""):
@@ -126,223 +115,139 @@ def compared(folder, runs, options=""):
     paths = [folder / name for name in ("a", "b", "noise")[: len(runs)]]
     folder.mkdir(exist_ok=True)
     for run, path in zip(runs, paths, strict=True):
-        if callable(run):
-            run(path)
-        else:
-            path.write_text(run)
+        run(path) if callable(run) else path.write_text(run)
     noise = [f"--against-noise={path}" for path in paths[2:]]
     return run_here(compare_loss.main, *paths[:2], f"--out={folder / 'out'}", *noise, *options.split())
 
 
-def rows(folder):
-    """Of the whole curves, by name."""
-    made = [row for row in results.rows(folder / "out" / "compare_loss.json") if ", all" in row["shape"]]
-    return {row["shape"].partition(",")[0]: row for row in made if row["variant"] != "noise"}
-
-
-def at_iteration(row):
-    return int(row["shape"].partition("at iteration ")[2].partition(")")[0])
-
-
-@pytest.fixture
-def no_picture(monkeypatch):
-    monkeypatch.setattr(compare_loss.pictures, "pyplot", lambda: None)
+def curves(folder):
+    """The second run's whole curves, each its rows, by name."""
+    made = results.read(folder / "out" / "compare_loss.json")["rows"]
+    return {
+        row["shape"].partition(",")[0]: row["curve"]
+        for row in made
+        if "curve" in row and row["variant"] == "b"
+    }
 
 
 EXACTLY = "--first-bound=0 --first=1000"
 
 
-@pytest.mark.parametrize(
-    ("one", "two", "logs_first"),
-    [(1, 1, True), (1, 5, False), (5, 1, True), (5, 5, False), (10, 4, True), (None, 5, True)],
-)
-def test_means_over_the_same_iterations_are_compared(tmp_path, no_picture, one, two, logs_first):
-    """Lines of any --log-interval, and TensorBoard (None), which has every iteration."""
-    reference = trained().log(one, logs_first=logs_first) if one else trained().tensorboard()
-    other, worse = (run.log(two, logs_first=logs_first) for run in (trained(), changed(33, 0.05)))
-    for name, runs in (("there", (reference, other)), ("back", (other, reference))):
-        assert compared(tmp_path / name, runs, EXACTLY).returncode == 0
-        same = rows(tmp_path / name)
-        assert set(same) == {"lm loss", GRAD_NORM} and same["lm loss"]["over_seeds"] == 0
-        assert len(same["lm loss"]["curve"]) >= 40 // math.lcm(one or 1, two) - 2
-    # A difference in one iteration is one of the mean that it is in.
-    assert compared(tmp_path / "worse", (reference, worse), EXACTLY).returncode == 1
-    assert at_iteration(rows(tmp_path / "worse")["lm loss"]) in (33, 34, 35, 36, 40)
-
-
-RUN, LOST = trained(), trained(seed=7)
+RUN, LOST, LONG = trained(), trained(seed=7), trained(150)
 RESUMED = Trained(*({s: (old if s < 21 else new)[s] for s in new} for old, new in
                     ((LOST.losses, RUN.losses), (LOST.norms, RUN.norms))))  # fmt: skip
-SKIPS, SICK = trained(skipped=(1, 2, 20)), Trained({**RUN.losses, 12: math.nan, 13: math.nan}, RUN.norms)
-EVALUATION = " validation loss at iteration {} | lm loss value: 4.000000E+00 | lm loss PPL: 5E+01 |\n"
+SICK = Trained({**RUN.losses, 12: math.nan, 13: math.nan}, RUN.norms)
+EARLY_NAN = Trained({**RUN.losses, 6: math.nan}, RUN.norms).log()
+NORMS_OFF = Trained(RUN.losses, {s: 1.01 * x for s, x in RUN.norms.items()}).log()
+WITH_A_GAP = Trained({s: x for s, x in RUN.losses.items() if s != 14}, RUN.norms)
+OURS, SKIPS, FEWER_SKIPS, OFF = (
+    run.log() for run in (RUN, trained(skipped=(1, 2, 20)), trained(skipped=(1, 2)), changed(4))
+)
+EVALUATION = " validation loss at iteration {} | lm loss value: {:.6E} | lm loss PPL: 5E+01 |\n"
 FP32, BF16 = (f"  params_dtype .......... torch.{name}\n" for name in ("float32", "bfloat16"))
 EXACT = '[megatron_cpu] exact {{"iteration": 1, "grad norm": 2.5861, "lm loss": {}}}\n'
+TALL = " iteration       41/ 50 | lm loss: 1.537932E+01 |"
 LINE = " iteration        1/ 5 | lm loss: 5.537932E+00 | grad norm: {} |\n"
-LONG = trained(100).log()
-#: What the runs are -> the runs, options, exit status, and what is said.
+
+
+def of_torchrun(folder):
+    """A folder of logs as torchrun's restarts and ranks have it."""
+    for start in ("abc/attempt_0/0", "abc/attempt_1/1", "def/attempt_0/1"):
+        (folder / f"none_{start}").mkdir(parents=True)
+        (folder / f"none_{start}/stdout.log").write_text(OURS)
+
+
+#: What the runs are -> exit status, what is said ("!": not said), the runs, and options.
 VERDICTS = {
+    # means over the same iterations, of lines of any --log-interval; an error in one is one of its mean
+    "one and five": (0, "on 8 lines", OURS, RUN.log(5), EXACTLY),
+    "one and five of 0.15": (0, "11 to 40, on 6 lines", OURS, RUN.log(5, logs_first=False), EXACTLY),
+    "fives of 0.15": (0, "1 to 40, on 8 lines", *2 * [RUN.log(5, logs_first=False)], EXACTLY),
+    "fives of two versions": (0, "11 to 40, on 6 lines", RUN.log(5), RUN.log(5, logs_first=False), EXACTLY),
+    "ten and four": (0, "on 2 lines", RUN.log(10), RUN.log(4), EXACTLY),
+    "an error in one of five": (1, "(largest at iteration 35)", OURS, changed(33, 0.05).log(5), EXACTLY),
+    "an error in one of ten": (1, "(largest at iteration 40)", RUN.log(10), changed(33).log(4), EXACTLY),
     # starts
     "a log of two starts": (
-        (RUN.log(), RUN.log(end=40, stop_after=20) + RUN.log(begin=21)), EXACTLY, 0, "!restarted"),
+        0, "!restarted", OURS, RUN.log(end=40, stop_after=20) + RUN.log(begin=21), EXACTLY),
     "a restart from a checkpoint": (
-        (RESUMED.log(stop_after=30), LOST.log(end=40, stop_after=37) + EVALUATION.format(35)
-         + RUN.log(begin=21, stop_after=30)),
-        EXACTLY, 0, "b was restarted at iteration 21: the last start counts"),
-    "every line twice": (
-        (RUN.log(), "".join(2 * line for line in RUN.log(5).splitlines(keepends=True))),
-        EXACTLY, 0, "b has 9 lines twice: the last of each counts"),
+        0, "b was restarted at iteration 21: the last start counts", RESUMED.log() + EVALUATION.format(35, 5),
+        trained(seed=7, skipped=(25,)).log(end=40, stop_after=37) + EVALUATION.format(35, 4)
+        + RUN.log(begin=21, stop_after=30), EXACTLY),
+    "starts and ranks of one launch": (0, "iterations 1 to 40, on 40 lines", of_torchrun, OURS, EXACTLY),
+    "every line twice": (0, "on 8 lines", OURS, re.sub("(.*\n)", r"\1\1", RUN.log(5)), EXACTLY),
+    "a cut line": (0, "SAME", OURS + TALL, OURS + TALL[:-3], EXACTLY),
     # skipped steps, nan
-    "skips": ((SKIPS.log(), SKIPS.log()), EXACTLY, 0, "SAME"),
     "skips at the start, which have no loss": (
-        (trained(skipped=(1, 2)).log(), RUN.log(begin=3)), EXACTLY, 0, "!compared are"),
-    "other skips": (
-        (SKIPS.log(), trained(skipped=(1, 2)).log()), "", 1, "b skipped other steps: 20"),
-    "other skips in the noise too": (
-        (SKIPS.log(), trained(skipped=(1, 2)).log(), trained(skipped=(1, 2, 25)).log()), "", 0, "SAME"),
-    "nan in one": (
-        (RUN.log(), SICK.log()), "", 1,
-        "(largest at iteration 12) differs: +inf"),
-    "nan in both": (
-        (SICK.log(), SICK.log()), "", 0, "lm loss is nan in both runs on 2 lines, from 12 on"),
-    "nan alone": (
-        2 * (re.sub(r"lm loss: \S+", "lm loss: nan", RUN.log()),), "", 2, "no loss is finite in either"),
-    # bounds
-    "fp32": ((FP32 + RUN.log(), FP32 + changed(5, 1e-5).log()), "", 1, "bound 1.0e-06"),
-    "fp32 and bf16": ((FP32 + RUN.log(), BF16 + changed(5, 1e-5).log()), "", 0, "SAME"),
-    "an own bound": ((RUN.log(), changed(4).log()), "--first-bound=0.02", 0, "SAME"),
-    "off by a little": (
-        (RUN.log(), changed(4).log()), "", 1, "lm loss, first 10 differs: +1.0e-02, bound 5.0e-04"),
+        0, "!skipped steps, lines differs", FEWER_SKIPS, RUN.log(begin=3), EXACTLY),
+    "other skips": (1, "skipped steps, lines differs: +1.0e+00", SKIPS, FEWER_SKIPS),
+    "other skips in the noise too": (0, "SAME", SKIPS, FEWER_SKIPS, trained(skipped=(1, 2, 25)).log()),
+    "nan in one": (1, "(largest at iteration 12) differs: +inf", OURS, SICK.log()),
+    "nan in both": (0, "lm loss is nan in both runs on 2 lines, from 12 on", SICK.log(), SICK.log()),
+    "nan alone": (2, "no loss is finite in either", *2 * [re.sub(r"lm loss: \S+", "lm loss: nan", OURS)]),
+    # bounds; a first bound of 1 is none
+    "fp32": (1, "bound 1.0e-06", FP32 + OURS, FP32 + changed(5, 1e-5).log()),
+    "fp32 and bf16": (0, "SAME", FP32 + OURS, BF16 + changed(5, 1e-5).log()),
+    "an own bound": (0, "SAME", OURS, OFF, "--first-bound=0.02"),
     "a late noise excuses no early jump": (
-        (RUN.log(), changed(5, 1e-4).log(), changed(30, 0.2).log()), "", 1,
-        "lm loss, first 10 differs: +1.0e-04, bound 1.0e-06"),
-    "a nan in the noise": (
-        (RUN.log(), changed(5).log(), Trained({**RUN.losses, 6: math.nan}, RUN.norms).log()), "", 1,
-        "lm loss, first 10 differs: +1.0e-02"),
-    # drift; a first bound of 1 is none
+        1, "lm loss, first 10 differs: +1.0e-04, bound 1.0e-06", OURS, changed(5, 1e-4).log(),
+        changed(30, 0.2).log()),
+    "an early noise excuses one": (0, "SAME", OURS, OFF, changed(6).log()),
+    "a nan in the noise": (1, "lm loss, first 10 differs: +1.0e-02, bound 1.0e-06", OURS, OFF, EARLY_NAN),
+    "a noise of none narrows no norm's bound": (0, "SAME", OURS, NORMS_OFF, OURS),
+    "no first lines in the noise": (
+        0, "lm loss, first 10: a fixed bound, since no run of --against-noise has such lines", OURS, OURS,
+        RUN.log(20)),
     "a drift": (
-        (LONG, drifted(0.012).log()), "--first-bound=1", 1, "last 100 differs: +1.2e-02, bound 1.0e-02"),
-    "apart from iteration 62 on": (
-        (trained(150).log(), drifted(0.09, 62, 150).log()), "", 1, "lm loss, last 100 differs: +"),
-    "a spike": ((LONG, spiked(40, 45).log()), "--first-bound=1", 0, "SAME"),
-    "noise and a drift": ((LONG, noisy(0.015).log()), "--first-bound=1", 1, "last 100 differs: +1"),
+        1, "last 100 differs: +1.2e-02, bound 1.0e-02", LONG.log(),
+        trained(150, by=lambda step: 0.012 * (step > 50)).log()),
+    "a spike": (0, "SAME", LONG.log(), trained(150, by=lambda step: 0.05 * (90 <= step < 95)).log()),
+    "a validation": (
+        1, "validation, first 10 differs: +2.5e-03", RUN.log(begin=9) + EVALUATION.format(9, 4),
+        OURS + EVALUATION.format(9, 4.01)),
     # what is compared
     "other ranges": (
-        (RUN.log(stop_after=30), RUN.log(begin=11)), "", 0,
-        "compared are iterations 13 to 30: a has 1 to 30, b has 11 to 40"),
+        0, "iterations 13 to 30, on 18 lines or more", RUN.log(stop_after=30), RUN.log(begin=11)),
     "a late start": (
-        (RUN.log(), changed(21).log(begin=11)), "", 1, "lm loss, first 10 differs: +1.0e-02, bound 5.0e-04"),
+        1, "lm loss, first 10 differs: +1.0e-02, bound 5.0e-04", OURS, changed(21).log(begin=11)),
     "lines too long for the first iterations": (
-        2 * (RUN.log(20, logs_first=False),), "", 0, "--log-interval 1 would tell more"),
+        0, "--log-interval 1 would tell more", *2 * [RUN.log(20, logs_first=False)]),
     "a loss of one alone": (
-        (RUN.log(), RUN.log().replace(" lm loss:", " mtp_1 loss: 5.000000E+00 | lm loss:")), "", 1,
-        "only b logs mtp_1 loss"),
+        1, "only b logs mtp_1 loss", OURS, OURS.replace(" lm loss:", " mtp_1 loss: 5.000000E+00 | lm loss:")),
     "digits that are": (
-        (LINE.format("0.002"), LINE.format("0.004")), "--first-grad-norm-bound=0", 1, "grad norm, first 10"),
+        1, "grad norm, first 10", LINE.format("0.002"), LINE.format("0.004"), "--first-grad-norm-bound=0"),
+    "a digit": (0, "SAME", LINE.format("1.0"), LINE.format("1.1"), "--first-grad-norm-bound=0"),
     "every digit of the CPU harness": (
-        (EXACT.format(5.53793219) + LINE.format(2.586), EXACT.format(5.53793218) + LINE.format(2.586)),
-        EXACTLY, 1, "lm loss, first 1000 differs: +1.8e-09"),
+        1, "lm loss, first 1000 differs: +1.8e-09", EXACT.format(5.53793219) + LINE.format(2.586),
+        EXACT.format(5.53793218) + LINE.format(2.586), EXACTLY),
     # TensorBoard
     "every fifth iteration beside means": (
-        (RUN.tensorboard(interval=5), RUN.log(5)), "", 2, "--tensorboard-log-interval 1"),
+        2, "--tensorboard-log-interval 1", RUN.tensorboard(interval=5), RUN.log(5)),
     "every fifth iteration of both": (
-        (RUN.tensorboard(interval=5), changed(30).tensorboard(interval=5)), EXACTLY, 1, "+1.0e-02, bound 0"),
+        1, "+1.0e-02, bound 0", RUN.tensorboard(interval=5), changed(30).tensorboard(interval=5), EXACTLY),
     "a restart in TensorBoard": (
-        (RESUMED.tensorboard(end=30),
-         lambda folder: [run(folder) for run in (LOST.tensorboard(end=37), RUN.tensorboard(21, 30))]),
-        EXACTLY, 0, "b was restarted at iteration 21: the last start counts"),
-    "a mean over a skipped step": (
-        (RUN.tensorboard(), trained(skipped=(13,)).log(5)), EXACTLY, 0, "SAME"),
-    "a gap in TensorBoard": (
-        (RUN.log(10), Trained({s: RUN.losses[s] for s in RUN.losses if s != 14}, RUN.norms).tensorboard()),
-        EXACTLY, 0, "SAME"),
-    "nan in TensorBoard": (
-        (RUN.tensorboard(), SICK.tensorboard()), "", 1, "(largest at iteration 12) differs: +inf"),
+        0, "b was restarted at iteration 21: the last start counts", RESUMED.tensorboard(),
+        lambda folder: [run(folder) for run in (LOST.tensorboard(end=37), RUN.tensorboard(21, 30))], EXACTLY),
+    "a mean over a skipped step": (0, "SAME", RUN.tensorboard(), trained(skipped=(13,)).log(5), EXACTLY),
+    "a gap in TensorBoard": (0, "SAME", RUN.log(10), WITH_A_GAP.tensorboard(), EXACTLY),
+    "its validation set, and fp32": (
+        1, "!validation, all (largest", FP32 + OURS + EVALUATION.format(35, 4),
+        changed(5, 1e-5).tensorboard()),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("what", VERDICTS)
-def test_verdicts(tmp_path, no_picture, what):
-    runs, options, status, said = VERDICTS[what]
+def test_verdicts(tmp_path, what):
+    status, words, *runs = VERDICTS[what]
+    options = runs.pop() if str(runs[-1]).startswith("--") else ""
     done = compared(tmp_path, runs, options)
-    assert done.returncode == status, done.stdout + done.stderr
     printed = done.stdout + done.stderr
-    assert (said.removeprefix("!") in printed) != said.startswith("!"), printed
+    assert done.returncode == status and (words.strip("!") in printed) != words.startswith("!"), printed
     if status != 2:
-        assert done.stdout.splitlines()[-1] == {0: "SAME", 1: "DIFFERENT", 3: "INCONCLUSIVE"}[status]
+        assert done.stdout.splitlines()[-1] == {0: "SAME", 1: "DIFFERENT"}[status]
 
 
-#: What the runs of three seeds, or fewer, are -> relative errors by name and seed, verdict, what is said.
-#: "early": what the flag's losses are off by in iterations 3 to 40; "norm": its gradient norms, of 1.0.
-SERIES = {
-    "as far apart as others": ({"flag": (2e-3, -1e-3, 1e-3), "te": (-2e-3, 1e-3, 2e-3)}, "SAME", "!left out"),
-    "to one side": ({"flag": (5e-3, 4e-3, 5e-3), "te": (-2e-3, 1e-3, 2e-3)}, "DIFFERENT", ""),
-    "less than is printed": ({"flag": (2e-7, 2e-7, 0), "te": (0, 0, 0)}, "SAME", ""),
-    "more than is printed": ({"flag": (1e-5, 1e-5, 0), "te": (0, 0, 0)}, "DIFFERENT", ""),
-    "nan": ({"flag": (0, math.nan, 0), "te": (1e-3, 1e-3, 1e-3)}, "DIFFERENT", "nan"),
-    "two seeds": ({"flag": (1e-4, 1e-4), "te": (1e-3, 1e-3)}, "INCONCLUSIVE", ""),
-    "one ended early": (
-        {"flag": (1e-4, 1e-4, 1e-4), "te": (1e-3, 1e-3, 1e-3), "late": (None,)}, "SAME",
-        "left out: late-1 ends at iteration 120"),
-    "this way and that": ({"flag": (5e-2, -5e-2, 0), "te": (-2e-3, 1e-3, 2e-3)}, "DIFFERENT", ""),
-    "a loss of multi-token prediction": (
-        {"flag": (0, 0, 0), "te": (1e-3, 1e-3, 1e-3), "mtp": (0.1, 0.1, 0.1)}, "DIFFERENT",
-        "mtp_1 loss, last 100 differs"),
-    "no loss of multi-token prediction": (
-        {"flag": (0, 0, 0), "te": (1e-3, 1e-3, 1e-3), "mtp": (0, None, 0)}, "DIFFERENT",
-        "only unfused-2 logs mtp_1 loss"),
-    "off at first, and later no more than others": (
-        {"flag": (1e-3, 1e-3, 1e-3), "te": (1e-3, 1e-3, 1e-3), "early": (1e-4, 1e-4, 1e-4)}, "DIFFERENT",
-        "loss, first 10 differs"),
-    "off at first by less than is printed": (
-        {"flag": (0, 0, 0), "te": (1e-3, 1e-3, 1e-3), "early": (2e-7, -2e-7, 2e-7)}, "SAME", "!differs"),
-    "gradient norms": (
-        {"flag": (0, 0, 0), "te": (1e-3, 1e-3, 1e-3), "norm": (0.01, 0.01, 0.01)}, "DIFFERENT",
-        "grad norm, first 10 differs"),
-    "lines of twenty iterations": (
-        {"flag": (0, 0, 0), "te": (1e-3, 1e-3, 1e-3), "interval": (20, 20, 20)}, "INCONCLUSIVE",
-        "--log-interval 1 would tell more"),
-    "all nan": (
-        {"flag": (math.nan,) * 3, "te": (math.nan,) * 3}, "DIFFERENT", "at iteration 41) differs: +inf"),
-    "an error on purpose": (
-        {"flag": (1e-4, 1e-4, 1e-4), "te": (1e-3, 1e-3, 1e-3), "planted": (9e-3,)}, "SAME", "planted "),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("what", SERIES)
-def test_pairs_by_seed(tmp_path, monkeypatch, what):
-    """Whatever a seed does by itself, far more than what is looked for, is none of the difference."""
-    if what not in ("a loss of multi-token prediction", "all nan"):
-        monkeypatch.setattr(compare_loss.pictures, "pyplot", lambda: None)
-    runs, verdict, said = SERIES[what]
-    of_flag = {key: runs.get(key, (0, 0, 0)) for key in ("mtp", "early", "norm")}
-    (interval, *_) = runs.get("interval", (1,))
-    runs = {name: errors for name, errors in runs.items() if name not in (*of_flag, "interval")}
-    for seed in (1, 2, 3):
-        losses = trained(140, seed).losses
-        for name, errors in ({"unfused": (0, 0, 0)} | runs).items():
-            if seed <= len(errors):
-                by = errors[seed - 1]
-                mtp, early, norm = (of[seed - 1] if name == "flag" else 0 for of in of_flag.values())
-                off = {step: (by or 0) if step > 40 else early if step > 2 else 0 for step in losses}
-                kept = {step: loss * (1 + off[step]) for step, loss in losses.items()}
-                run = Trained(kept, dict.fromkeys(kept, 1 + norm))
-                (tmp_path / f"{name}-{seed}").mkdir()
-                text = run.log(interval, end=140, stop_after=120 if by is None else None)
-                if mtp is not None:
-                    text = text.replace("| loss scale", f"| mtp_1 loss: {5 * (1 + mtp):.6E} | loss scale")
-                (tmp_path / f"{name}-{seed}" / "out.log").write_text(text)
-    words = [f"--paired={tmp_path}", "unfused", "flag", "--against-noise", "te", f"--out={tmp_path / 'out'}"]
-    done = run_here(compare_loss.main, *words)
-    assert done.returncode == compare_loss.STATUS[verdict] and verdict in done.stdout, done.stdout
-    assert (said.removeprefix("!") in done.stdout) != said.startswith("!"), done.stdout
-    made = results.read(tmp_path / "out" / "compare_loss.json")["rows"]
-    found = {row["variant"]: row for row in made if row["shape"].startswith("lm loss, last 100, ")}
-    assert found["flag"]["seeds"] == list(range(1, 1 + len(runs["te"])))
-    last = [loss for step, loss in trained(140, 1).losses.items() if step > 40]
-    assert float(found["flag"]["differences"][0]) == pytest.approx(
-        math.inf if what == "all nan" else runs["flag"][0] * statistics.fmean(last), abs=3e-7, rel=1e-2
-    )
-    assert "planted" not in found or not found["planted"]["within"]
+# --- several seeds -------------------------------------------------------------------------------
 
 
 def differences(draw, num):
@@ -355,7 +260,7 @@ def differences(draw, num):
     return found
 
 
-def same_runs(draw, num):
+def same_runs(draw, num=300):
     """Three seeds by name: the reference, the one that is judged, and one other."""
     runs = {"unfused": [], "flag": [], "te": []}
     for of in [of for _ in range(3) for of in runs.values()]:
@@ -363,7 +268,10 @@ def same_runs(draw, num):
         steps = zip(range(1, num + 1), *off, strict=True)
         both = {step: (7 + 4 * math.exp(-step / 100) + a, 1.5 * math.exp(b)) for step, a, b in steps}
         of.append(Trained(*({step: pair[i] for step, pair in both.items()} for i in (0, 1))))
-    return runs
+    return {(name, seed): run for name, of in runs.items() for seed, run in enumerate(of, 1)}
+
+
+RUNS = same_runs(random.Random(5))
 
 
 def test_runs_that_are_the_same_are_called_so():
@@ -371,56 +279,105 @@ def test_runs_that_are_the_same_are_called_so():
     draw, verdicts = random.Random(62), collections.Counter()
     for _ in range(200):
         runs = collections.defaultdict(dict)
-        for name, seeds in same_runs(draw, 300).items():
-            for seed, run in enumerate(seeds, 1):
-                record = runs[name][seed] = read_logs(f"{name}-{seed}", [])
-                record.curves["lm loss"] = [Point(i, round(x, 6), i, 1e-6) for i, x in run.losses.items()]
-                record.curves[GRAD_NORM] = [Point(i, round(x, 3), i, 1e-3) for i, x in run.norms.items()]
+        for (name, seed), run in same_runs(draw).items():
+            found = {"lm loss": [Point(i, round(x, 6), i, 1e-6) for i, x in run.losses.items()]}
+            found[GRAD_NORM] = [Point(i, round(x, 3), i, 1e-3) for i, x in run.norms.items()]
+            runs[name][seed] = Record(f"{name}-{seed}", curves=found)
         verdicts[compare(runs, Judge("unfused", "flag", ["te"], by_seed=True)).verdict] += 1
     assert verdicts["DIFFERENT"] <= 4 and verdicts.total() == verdicts["DIFFERENT"] + verdicts["SAME"]
 
 
-def off(losses=lambda step, x: x, norms=lambda step, x: x):
-    """A run that is the same but for these."""
-    return lambda run: Trained(
-        {s: losses(s, x) for s, x in run.losses.items()}, {s: norms(s, x) for s, x in run.norms.items()}
-    ).log()
+def log_of(name, seed, losses=None, norms=None, words=("", ""), validation=4, **how):
+    """As it is but for these; ``words``: a pattern, and what stands in its place."""
+    run = RUNS[name, seed]
+    changes = (
+        (of, change or (lambda step, x: x)) for of, change in ((run.losses, losses), (run.norms, norms))
+    )
+    run = Trained(*({step: change(step, x) for step, x in of.items()} for of, change in changes))
+    return re.sub(*words, run.log(**how)) + EVALUATION.format(300, validation) * bool(validation)
 
 
-def said(text, loss):
-    return text + EVALUATION.format(300).replace("4.000000E+00", f"{loss:.6E}")
+def one(losses=None, run="flag-2", **more):
+    """Changes of one run, or of all of a name."""
+    return {run: {"losses": losses, **more}}
 
 
-#: What the flag's run of the second seed does -> its log, and what is said of it. All were SAME once.
-WRONG = {
-    "an infinite loss at one iteration": (off(lambda s, x: math.inf if s == 150 else x), "lm loss"),
-    "nan for eleven": (off(lambda s, x: math.nan if 150 <= s <= 160 else x), "lm loss"),
-    "gradient norms nan from 50 on": (off(norms=lambda s, x: x if s < 50 else math.nan), "grad norm"),
-    "3 nats more over 100 to 200": (off(lambda s, x: x + 3 * (100 <= s <= 200)), "lm loss"),
-    "1 more and 1 less in the last 100": (off(lambda s, x: x + (-1) ** s * (s > 200)), "lm loss"),
-    "gradient norms three times as large": (off(norms=lambda s, x: 3 * x), "grad norm"),
-    "gradient norms of 0": (off(norms=lambda s, x: x if s < 50 else 0.0), "grad norm"),
-    "100 skipped steps": (off(lambda s, x: None if 100 <= s < 200 else x), "skipped steps"),
-    "validation": (lambda run: said(run.log(), 9), "lm loss validation"),
-    "no gradient norms": (lambda run: re.sub(r"grad norm: \S+ \|", "", run.log()), "grad norm"),
-}
+NAMES = "unfused", "te", "flag"
+NO_NORMS = r"grad norm: \S+ \|", ""
+MTP, NO_NOISE = {"words": ("loss scale", "mtp_1 loss: 5.0 | loss scale")}, {"te": {"name": "unfused"}}
+#: What is changed, by name or by name and seed, of runs that are the same -> what is said, verdict, changes.
+SEEDS = {
+    # Once all of these ten were SAME.
+    "infinite at one iteration": ("lm loss, all", one(lambda s, x: math.inf if s == 150 else x)),
+    "nan for eleven": ("lm loss, all", one(lambda s, x: math.nan if s // 11 == 20 else x)),
+    "norms nan from 50 on": ("grad norm, all", one(norms=lambda s, x: x if s < 50 else math.nan)),
+    "3 nats more": ("lm loss, iterations 101 to 200", one(lambda s, x: x + 3 * (100 <= s <= 200))),
+    "1 more and 1 less": ("lm loss, iterations 201 to 300", one(lambda s, x: x + (-1) ** s * (s > 200))),
+    "norms three times": ("grad norm, iterations 201 to 300", one(norms=lambda s, x: 3 * x)),
+    "norms of 0": ("grad norm, all", one(norms=lambda s, x: x * (s < 50))),
+    "100 skipped steps": ("skipped steps, lines", one(lambda s, x: None if 100 <= s < 200 else x)),
+    "validation": ("lm loss validation, all", one(validation=9)),
+    "no norms": ("only unfused-2.log logs grad norm", one(words=NO_NORMS)),
+    "no validation": ("only unfused-2.log logs lm loss validation", one(validation=0)),
+    # By which rule.
+    "to one side": ("lm loss, last 100", one(lambda s, x: x + 0.12, "flag")),
+    "this way and that": (
+        "lm loss, last 100", one(lambda s, x: x - 1) | one(lambda s, x: x + 1, "flag-1")),
+    "off at first": ("lm loss, first 10", one(lambda s, x: x + 1e-3 * (s <= 10), "flag")),
+    "norms at first": ("grad norm, first 10", one(run="flag", norms=lambda s, x: x * (1 + 0.01 * (s <= 10)))),
+    "more than is printed": (
+        "lm loss, last 100", NO_NOISE | one(lambda s, x: x + 1e-4, "flag", name="unfused")),
+    "multi-token prediction": (
+        "mtp_1 loss, last 100",
+        {"unfused": MTP, "te": MTP, "flag": {"words": ("loss scale", "mtp_1 loss: 5.5 | loss scale")}}),
+    # What is the same, or missing.
+    "nothing": (
+        "looked at: lm loss, grad norm, lm loss validation, skipped steps; iterations 1 to 300, on 300 lines",
+        {}, "SAME"),
+    "less than is printed": (
+        "looked at", NO_NOISE | one(lambda s, x: x + 2e-7, "flag", name="unfused"), "SAME"),
+    "a router's loss": (
+        "looked at: lm loss, grad norm, lm loss validation, skipped steps",
+        {name: {"words": ("loss scale", f"z_loss: 5.{at} | loss scale")} for at, name in enumerate(NAMES)},
+        "SAME"),
+    "two digits of a norm in ten": (
+        "looked at",
+        NO_NOISE | one(run="flag", norms=lambda s, x: x + 2e-3 * (s % 10 == 0), name="unfused"), "SAME"),
+    "two seeds": ("; seeds 1, 2", {"flag-3": None}, "INCONCLUSIVE"),
+    "one ended early": (
+        "left out: late-1.log ends at iteration 120", {"late-1": {"name": "te", "stop_after": 120}}, "SAME"),
+    "an empty log": ("te-4.log has no iteration with a loss", {"te-4": ""}, "SAME"),
+    "lines of twenty iterations": (
+        "--log-interval 1 would tell more",
+        {name: {"interval": 20} for name in NAMES}, "INCONCLUSIVE"),
+    "lines of five in the noise": (
+        "lm loss, first 10: not judged", {"te": {"interval": 5}}, "INCONCLUSIVE"),
+    "an error on purpose": (
+        "  planted ", one(lambda s, x: x + 1, "planted-1", name="te", words=NO_NORMS), "SAME"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("what", [None, *WRONG])
-def test_runs_that_differ(tmp_path, no_picture, what):
-    for name, seeds in same_runs(random.Random(5), 300).items():
-        for seed, run in enumerate(seeds, 1):
-            is_wrong = what and (name, seed) == ("flag", 2)
-            text = WRONG[what][0](run) if is_wrong else run.log()
-            text = text if is_wrong and what == "validation" else said(text, 4)
-            (tmp_path / f"{name}-{seed}.log").write_text(text)
-    words = [f"--paired={tmp_path}", "unfused", "flag", "--against-noise", "te", f"--out={tmp_path / 'out'}"]
-    done = run_here(compare_loss.main, *words)
-    *lines, verdict = done.stdout.splitlines()
-    assert verdict == ("DIFFERENT" if what else "SAME"), done.stdout
-    assert not what or any(re.match(rf"{WRONG[what][1]}.* differs|only .* logs", line) for line in lines)
-    looked_at = "looked at: lm loss, grad norm, lm loss validation, skipped steps; iterations 1 to 300"
-    assert what or looked_at in done.stdout
+@pytest.mark.parametrize("what", SEEDS)
+def test_pairs_by_seed(tmp_path, what):
+    """Whatever a seed does by itself, far more than what is looked for, is none of the difference."""
+    words, changes, verdict = (*SEEDS[what], "DIFFERENT")[:3]
+    for run in {f"{name}-{seed}" for name, seed in RUNS} | {run for run in changes if "-" in run}:
+        name, _, seed = run.partition("-")
+        if (how := changes.get(run, changes.get(name, {}))) is not None:
+            log = log_of(**{"name": name, "seed": int(seed), **how}) if how != "" else ""
+            (tmp_path / f"{run}.log").write_text(log)
+    names = [f"--paired={tmp_path}", "unfused", "flag", "--against-noise", "te", f"--out={tmp_path / 'out'}"]
+    done = run_here(compare_loss.main, *names)
+    content = results.read(tmp_path / "out" / "compare_loss.json")
+    assert done.returncode == compare_loss.STATUS[verdict], done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == verdict and words in done.stdout, done.stdout
+    assert not any(re.search(r"iterations \d", note) for note in content["made_by"]["notes"]), "of a block"
+    if verdict == "DIFFERENT":
+        assert any(problem.startswith(words) for problem in content["made_by"]["problems"])
+    last = {row["variant"]: row for row in content["rows"] if row["shape"].startswith("lm loss, last 100, ")}
+    assert last["flag"]["seeds"] == ([1, 2] if what == "two seeds" else [1, 2, 3])
+    if what == "an error on purpose":
+        assert not last["planted"]["within"] and 0.8 < last["planted"]["over_seeds"] < 1.2
 
 
 def test_the_committed_runs_keep_their_verdicts():
@@ -430,53 +387,40 @@ def test_the_committed_runs_keep_their_verdicts():
     for _, of in itertools.groupby(rows, key=lambda row: row["shape"]):
         of = list(of)
         values = {row["variant"]: dict(zip(row["seeds"], row["differences"], strict=True)) for row in of}
-        over = statistics.fmean if "last" in of[0]["shape"] else compare_loss.root_mean_square
-        figure = Figure("loss", "", values, over, judge.twice(0.0, values))
+        over = statistics.fmean if "last" in of[0]["shape"] else root_mean_square
+        figure = Figure("loss", "", values, over, judge.bound(losses.YARDSTICK_FACTOR, 0.0, values))
         assert figure.bound == pytest.approx(of[0]["bound"])
         assert {row["variant"]: figure.is_within(row["variant"]) for row in of} == {
             row["variant"]: row["within"] for row in of
         }
     ways = {row["variant"]: row["on_the_way"] for row in rows if "on_the_way" in row}
-    first = {name: math.sqrt(statistics.fmean(x**2 for _, x in way[:5])) for name, way in ways.items()}
-    sizes = [{name: {0: x} for name, x in first.items()}]
-    sizes += [{name: {0: way[at][1]} for name, way in ways.items()} for at in range(5, len(ways["flag"]))]
-    bounds = judge.of_blocks(sizes, 1e-5)
-    outside = {
-        name for of, bound in zip(sizes, bounds, strict=True) for name, x in of.items() if x[0] > bound
-    }
+    blocks = [{name: root_mean_square([x for _, x in way[:5]]) for name, way in ways.items()}]
+    blocks += [{name: way[at][1] for name, way in ways.items()} for at in range(5, len(ways["flag"]))]
+    sizes, outside = [{name: {0: x} for name, x in block.items()} for block in blocks], set()
+    for at, block in enumerate(blocks):
+        bound = judge.bound(compare_loss.IN_BLOCK, 1e-5, *sizes[: at + 2])
+        outside |= {name for name, x in block.items() if x > bound}
     errors = ("noise-0.3", "noise-1", "labels", "no-grad-weight", "no-grad-hidden")
     assert outside == {f"planted-{error}" for error in errors}
 
 
-@pytest.mark.parametrize("name", ["no-grad-weight", "no-grad-hidden", "labels", "noise-0.1"])
+#: What an error on purpose is in: the loss, grad_hidden, grad_weight; and in how many positions of 64.
+PLANTED = {"no-grad-weight": (0, 0, 1, 0), "no-grad-hidden": (0, 1, 0, 8), "labels": (1, 1, 1, 2)}
+PLANTED["noise-0.1"] = 0, 1, 1, 64
+
+
+@pytest.mark.parametrize("name", PLANTED)
 def test_what_is_planted(name):
-    """64 positions of two sequences: the chunk in the middle is 8 of them."""
     make = torch.Generator().manual_seed(0)
-    hidden, weight = (torch.randn(*shape, generator=make) for shape in ((64, 2, 8), (32, 8)))
-    labels = torch.randint(32, (2, 64), generator=make)
-    call = Call(hidden.requires_grad_(), weight.requires_grad_(), labels)
-
-    def made(head):
-        loss = head(call).loss
-        return loss.detach(), *torch.autograd.grad(loss.sum(), (hidden, weight))
-
-    right = made(linear_cross_entropy)
-    wrong = made(lambda call: same_training.PLANTS[name](linear_cross_entropy, call))
+    hidden, weight = (torch.randn(*shape, generator=make).requires_grad_() for shape in ((64, 2, 8), (32, 8)))
+    call = Call(hidden, weight, torch.randint(32, (2, 64), generator=make))
+    heads = linear_cross_entropy, functools.partial(same_training.PLANTS[name], linear_cross_entropy)
+    losses = [head(call).loss for head in heads]
+    right, wrong = ([loss, *torch.autograd.grad(loss.sum(), (hidden, weight))] for loss in losses)
     differs = [(a - b).abs() > 1e-5 for a, b in zip(right, wrong, strict=True)]
-    tokens = differs[1].any(-1)
-    if name == "no-grad-hidden":
-        assert not wrong[1][32:40].any() and tokens.any(1).nonzero().flatten().tolist() == list(range(32, 40))
-    elif name == "no-grad-weight":
-        chunk = call._replace(hidden=hidden[32:40], labels=labels[:, 32:40].contiguous())
-        (lost,) = torch.autograd.grad(linear_cross_entropy(chunk).loss.sum(), weight)
-        assert torch.allclose(right[2] - lost, wrong[2], atol=1e-5)
-    elif name == "labels":
-        assert differs[0].sum() == 2  # the first token of a hundred, and of the last 28
-    else:
-        relative = (wrong[2] / right[2] - 1).flatten()
-        assert 0.08 < relative.std() < 0.12 and tokens.all()
-    untouched = {"no-grad-weight": (0, 1), "no-grad-hidden": (0, 2), "labels": (), "noise-0.1": (0,)}[name]
-    assert not any(differs[i].any() for i in untouched)
+    positions = differs[1].any(-1).any(1).nonzero().flatten()
+    assert (*(int(one.any()) for one in differs), len(positions)) == PLANTED[name]
+    assert name != "no-grad-hidden" or positions.tolist() == [*range(32, 40)], "the chunk in the middle"
 
 
 # --- lines of the versions -----------------------------------------------------------------------
@@ -503,89 +447,48 @@ FIGURES |= {
 }
 
 
-def test_every_loss_of_a_log_is_compared(tmp_path, no_picture):
+def test_every_loss_of_a_log_is_compared(tmp_path):
     compared(tmp_path, (LINES, LINES))
-    found = rows(tmp_path)
-    assert {name: row["curve"] for name, row in found.items()} == {k: [[3, v, v]] for k, v in FIGURES.items()}
+    assert curves(tmp_path) == {name: [[3, x, x]] for name, x in FIGURES.items()}
     made = results.read(tmp_path / "out" / "compare_loss.json")["made_by"]
     assert made["runs"]["b"]["precision"] == "bfloat16"
-
-
-def test_a_cut_line_has_no_wrong_figure():
-    text = trained(3).log().rstrip("\n")
-    whole, *cuts = (
-        read_logs("run", [text[:end].splitlines()]) for end in range(len(text), text.rindex("\n"), -1)
-    )
-    values = {name: {p.value for p in curve} for name, curve in whole.curves.items()}
-    for record in cuts:
-        for name, curve in record.curves.items():
-            assert {point.value for point in curve} <= values[name]
-
-
-def test_the_test_set_in_tensorboard(tmp_path):
-    """At a run's end Megatron writes both sets under one name, the validation set first."""
-    pytest.importorskip("tensorboard")
-    from torch.utils.tensorboard import SummaryWriter
-
-    writer = SummaryWriter(log_dir=str(tmp_path))
-    writer.add_text("params_dtype", "torch.float32")
-    scalars = [("lm loss", 5.0), ("moe/load_balancing_loss_layer_0", 1.0), ("lm loss validation ppl", 90.0)]
-    scalars += [("lm loss validation", loss) for loss in (4.5, 4.5, 4.25)]  # interval, end, test set
-    for name, value in scalars:
-        writer.add_scalar(name, value, 2)
-    writer.close()
-    record = megatron_logs.read_run(tmp_path, "run")
-    found = {name: [point.value for point in curve] for name, curve in record.curves.items()}
-    assert found == {"lm loss": [5.0], "lm loss validation": [4.5]}
-    assert (record.precision, record.num_repeated) == ("float32", 0)
 
 
 # --- bounds --------------------------------------------------------------------------------------
 
 
-def committed_launches():
-    """Figures by variant of each case of whole launches on H200s."""
-    for file in sorted((ROOT / results.RESULTS).glob("*pretrain*.json")):
-        of_pretrain = [row for row in results.rows(file) if "case" in row and row["status"] == "ok"]
-        for case, rows in itertools.groupby(of_pretrain, key=lambda row: row["case"]):
-            yield f"{file.stem} {case}", {row["variant"]: row["figures"] for row in rows}
-
-
-def of_figures(figures, loss_factor=1.0, norm_factor=1.0):
-    """A record with the digits that Megatron printed."""
-    record = read_logs("run", [["  params_dtype ... torch.bfloat16"]])
-    curves = {name: (values, loss_factor, 1e-6) for name, values in figures["losses"].items()}
-    curves[GRAD_NORM] = figures["grad_norms"], norm_factor, 1e-3
-    for name, (values, factor, unit) in curves.items():
-        record.curves[name] = [Point(i, float(x) * factor, i, unit) for i, x in enumerate(values, 1)]
-    return record
-
-
-def pair(*runs):
-    names = ["reference", "other", "noise"]
-    records = {name: {0: run} for name, run in zip(names, runs, strict=False) if run}
-    return compare(records, Judge("reference", "other", [name for name in records if name == "noise"]))
+def judged(*runs):
+    """Committed figures, with the digits that Megatron printed, losses and norms times these."""
+    records = {}
+    for name, (figures, of_loss, of_norm) in zip(("reference", "other", "noise"), runs, strict=False):
+        of = [(curve, values, of_loss, 1e-6) for curve, values in figures["losses"].items()]
+        of.append((GRAD_NORM, figures["grad_norms"], of_norm, 1e-3))
+        points = {curve: [Point(i, float(x) * by, i, unit) for i, x in enumerate(values, 1)]
+                  for curve, values, by, unit in of}  # fmt: skip
+        records[name] = {0: Record(name, curves=points, precision="bfloat16")}
+    return compare(records, Judge("reference", "other", [*records][2:]))
 
 
 def test_bounds_on_the_committed_launches():
-    """Each is the same training; a loss or a gradient norm that is off by little is not."""
-    apart = collections.defaultdict[bool, float](float)
-    cases = [(label, runs) for label, runs in committed_launches() if "unfused" in runs]
-    assert len(cases) >= 6 and sum("native" in runs for _, runs in cases) >= 4
-    for label, runs in cases:
-        reference = of_figures(runs.pop("unfused"))
-        native = of_figures(runs["native"]) if "native" in runs else None
-        for name, figures in runs.items():
-            for figure in pair(reference, of_figures(figures)).figures:
-                if figure.part == "first 10":
-                    is_loss = figure.curve != GRAD_NORM
-                    apart[is_loss] = max(apart[is_loss], figure.over("other"))
-            for noise in ([None, native] if native else [None]) if name != "native" else []:
-                assert pair(reference, of_figures(figures), noise).verdict == "SAME", (label, name)
-                # 2e-3 of ln 2 is 1.4e-3 of a bit; a forgotten factor of the head's gradient moves the norm by
-                # far more than a twentieth.
-                for wrong in (of_figures(figures, 1.002), of_figures(figures, 1.0, 1.05)):
-                    assert pair(reference, wrong, noise).verdict == "DIFFERENT", (label, name)
+    """On H200s. Each is the same training; a loss or a gradient norm that is off by little is not."""
+    apart, cases = {True: 0.0, False: 0.0}, collections.defaultdict(dict)
+    for file in sorted((ROOT / results.RESULTS).glob("*pretrain*.json")):
+        for row in (row for row in results.rows(file) if "case" in row and row["status"] == "ok"):
+            cases[file.stem, row["case"]][row["variant"]] = row["figures"], 1, 1
+    pairs = [
+        (runs["unfused"], name, run, [runs[noise] for noise in runs if noise == "native"])
+        for runs in cases.values() if "unfused" in runs for name, run in runs.items() if name != "unfused"
+    ]  # fmt: skip
+    assert len(pairs) >= 10 and sum(name == "native" for _, name, *_ in pairs) >= 4
+    for reference, name, run, native in pairs:
+        for figure in (figure for figure in judged(reference, run).figures if figure.part == "first 10"):
+            is_loss = figure.curve != GRAD_NORM
+            apart[is_loss] = max(apart[is_loss], figure.over("other"))
+        for noise in ([], native) if name != "native" else ():
+            # 2e-3 of ln 2 is 1.4e-3 of a bit; a forgotten factor of the head's gradient moves the norm by far
+            # more than a twentieth.
+            of = [judged(reference, (run[0], *by), *noise).verdict for by in ((1, 1), (1.002, 1), (1, 1.05))]
+            assert of == ["SAME", "DIFFERENT", "DIFFERENT"]
     # The figures that stand beside the fixed bounds in the source, and in docs/tools.md.
     assert apart == pytest.approx({True: 3.0e-4, False: 4.8e-3}, rel=0.05)
 
@@ -593,119 +496,91 @@ def test_bounds_on_the_committed_launches():
 # --- the command ---------------------------------------------------------------------------------
 
 
-def test_the_files_that_it_writes(tmp_path, monkeypatch):
-    """A line has a gap at nan, which looks like a missing iteration: the picture has a cross there."""
+def test_files_and_picture(tmp_path):
     pytest.importorskip("matplotlib")
-    saved, save = [], compare_loss.pictures.save
-    monkeypatch.setattr(
-        compare_loss.pictures, "save", lambda figure, path: (saved.append(figure), save(figure, path))
-    )
-    done = compared(tmp_path, (RUN.log(), changed(22, 1e-4).log()))
+    pair, seeds = tmp_path / "pair", tmp_path / "seeds"
+    seeds.mkdir()
+    done = compared(pair, (RUN.tensorboard(), changed(22, 1e-4).tensorboard(), SICK.log()))
     assert done.returncode == 0, done.stdout + done.stderr
-    curve = rows(tmp_path)["lm loss"]
-    assert (curve["variant"], curve["verdict"], at_iteration(curve)) == ("b", "SAME", 22)
-    assert curve["over_seeds"] == pytest.approx(1e-4, rel=0.01)
-    assert {file.name for file in (tmp_path / "out").iterdir()} == {"compare_loss.json", "compare_loss.png"}
-    assert (tmp_path / "out" / "compare_loss.png").read_bytes().startswith(b"\x89PNG")
-    compared(tmp_path, (RUN.log(), SICK.log()))
-    marks = [line for line in saved[1].axes[0].lines if line.get_marker() == "x"]
-    assert [list(line.get_xdata()) for line in marks] == [[12, 13]]
-    assert any("nan or inf" in text.get_text() for text in saved[1].legends[0].get_texts())
+    assert curves(pair).keys() == {"lm loss", GRAD_NORM, "lm loss validation"}
+    test_pairs_by_seed(seeds, "an error on purpose")
+    for folder in (pair / "out", seeds / "out"):
+        assert {file.name for file in folder.iterdir()} == {"compare_loss.json", "compare_loss.png"}
+        assert (folder / "compare_loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["off.log"], "give two runs"),
-        (["--paired", "runs", "a"], "with --paired give two names"),
-        (["--paired", "runs", "a", "b", "--against-noise", "c"], "no run NAME-SEED of b, c is beside a"),
-        (["--paired", "runs", "a", "b", "--against-noise", "c", "b"], "a run is no noise of itself"),
-        (["--paired", "runs", "a", "b", "--against-noise", "c", "c"], "other names, each once"),
-        (["off.log", "late.log", "--against-noise", "late.log"], "a run is no noise of itself"),
-        (["--paired", "last", "a", "b", "--against-noise", "c"], "no run NAME-SEED of b, c is beside a"),
-        (["off.log", "nowhere.log"], "nowhere.log: no regular file or folder"),
-        (["off.log", "empty.log"], "has no iteration with a loss"),
-        (["off.log", "noise.bin"], "has no iteration with a loss"),
-        (["off.log", "folder"], "has no *.log files, nor TensorBoard event files"),
-        (["off.log", "above"], "event files are in"),
-        (["off.log", "runs"], "holds logs of several runs"),  # would read as a restart: SAME
-        (["off.log", "many"], "more than 20 files and folders"),
-        (["off.log", "late.log"], "no loss over the same iterations (off.log 1 to 40, late.log 90"),
-        (["off.log", "events.out.tfevents.1"], "install tensorboard"),
-        (["--launch", "off.log", "--", "torchrun", "x.py"], "--launch makes the runs itself"),
-        (["--launch"], "give the launch itself"),
-        (["--launch", "--", "bash", "train.sh"], "give the launch itself"),
-        (["--launch", "--", "torchrun", "nowhere.py"], "no training script nowhere.py"),
-        (["--launch", "--", "torchrun", "x.py", "--save", "x"], "leave out --save"),
-        (["--launch", "--", "torchrun", "x.py", "--tensorboard-dir=x"], "leave out --tensorboard-dir"),
-    ],
-)
-def test_bad_input_is_one_line_and_status_2(tmp_path, monkeypatch, words, message):
+REFUSED = {
+    "off.log": "give two runs, and at most one by",
+    "--paired runs a b": "with --paired two names, and others by",
+    "off.log late.log --against-noise x y": "at most one by --against-noise",
+    "--paired last a b --against-noise c": "no run NAME-SEED of b, c is beside a",
+    "--paired runs a b --against-noise c c": "a run is given twice",
+    "off.log late.log --against-noise late.log": "a run is given twice",
+    "off.log ./runs/../off.log": "a run is given twice",
+    "off.log nowhere.log": "nowhere.log: no regular file or folder",
+    "off.log x.py": "has no iteration with a loss",
+    "off.log folder": "has no *.log files, nor TensorBoard event files",
+    "off.log above": "event files are in",
+    "off.log runs": "holds logs of several runs",  # would read as a restart: SAME
+    "off.log many": "more than 20 files and folders",
+    "off.log late.log": "no loss over the same iterations (off.log 1 to 40, late.log 90",
+    "off.log events.out.tfevents.1": "install tensorboard",
+    "--launch off.log -- torchrun x.py": "--launch makes the runs itself",
+    "--launch -- bash train.sh": "give the launch itself",
+    "--launch -- torchrun nowhere.py": "no training script nowhere.py",
+    "--launch -- torchrun x.py --save x": "leave out --save",
+    "--launch -- torchrun x.py --tensorboard-dir=x": "leave out --tensorboard-dir",
+}
+FILES = {
+    "off.log": OURS,
+    "late.log": trained(100).log(begin=90),
+    "x.py": "Megatron says hello\n",
+    "folder/x": "",
+}
+FILES |= {
+    "last/a-1.log": OURS,
+    "last/b-1.log": RUN.log(begin=40),
+    "runs/a/out.log": OURS,
+    "runs/b/out.log": OURS,
+}
+FILES |= dict.fromkeys(("above/run/events.out.tfevents.1", "events.out.tfevents.1"), "")
+FILES |= {f"many/{number}.txt": "" for number in range(30)}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_bad_input_is_one_line_and_status_2(tmp_path, monkeypatch, words):
     monkeypatch.setattr(megatron_logs, "MOST_ENTRIES", 20)
     monkeypatch.setitem(sys.modules, "tensorboard.backend.event_processing.event_accumulator", None)
-    files = {
-        "off.log": RUN.log(),
-        "late.log": trained(100).log(begin=90),
-        "empty.log": "Megatron says hello\n",
-    }
-    files |= {"last/a-1.log": RUN.log(), "last/b-1.log": RUN.log(begin=40)}
-    files |= {f"runs/{name}/out.log": trained(3).log() for name in "ab"}
-    files |= {f"many/{number}.txt": "" for number in range(30)}
-    files |= dict.fromkeys(
-        ("folder/x", "above/run/events.out.tfevents.1", "events.out.tfevents.1", "x.py"), ""
-    )
-    for name, text in files.items():
+    for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    (tmp_path / "noise.bin").write_bytes(bytes(range(256)) * 8)
-    here = {file.name for file in tmp_path.iterdir()}
-    words = [str(tmp_path / word) if word in here else word for word in words]
-    run = run_here(compare_loss.main, f"--out={tmp_path / 'out'}", *words)
-    assert run.returncode == 2 and message in run.stderr, run.stdout + run.stderr
+    monkeypatch.chdir(tmp_path)
+    run = run_here(compare_loss.main, "--out=out", *words.split())
+    assert run.returncode == 2 and REFUSED[words] in run.stderr, run.stdout + run.stderr
     assert len(run.stderr.splitlines()) == 1 and not (tmp_path / "out").exists()
-
-
-def test_starts_and_ranks_of_one_launch_are_one_run_and_one_run_is_none_of_two(tmp_path, no_picture):
-    starts = [f"logs/none_{start}" for start in ("abc/attempt_0/0", "abc/attempt_1/1", "def/attempt_0/1")]
-    for start in starts:
-        (tmp_path / start).mkdir(parents=True)
-        (tmp_path / start / "stdout.log").write_text(trained(3).log())
-    done = run_here(
-        compare_loss.main, tmp_path / "logs", tmp_path / "." / "logs", f"--out={tmp_path / 'out'}"
-    )
-    assert done.returncode == 0 and "is given twice: a run is compared with itself" in done.stdout
-    assert [at for at, *_ in rows(tmp_path)["lm loss"]["curve"]] == [1, 2, 3]
 
 
 # --- launches ------------------------------------------------------------------------------------
 
 
-def launched(folder, *flags, options=(), before=(sys.executable,)):
+def launched(folder, *flags, options=()):
     script = folder / "pretrain_fake.py"
     script.write_text(FAKE_PRETRAIN)
-    words = ("--launch", *options, f"--out={folder / 'out'}", "--", *before, script)
+    words = ("--launch", *options, f"--out={folder / 'out'}", "--", sys.executable, script)
     return run_here(compare_loss.main, *words, *flags, "--fused-ce-num-chunks", "3", "--bf16")
 
 
-def test_two_launches_of_its_own(tmp_path, no_picture):
-    run = launched(tmp_path, "--lr", "1e-3", options=["--noise"])
+def test_launches_of_its_own(tmp_path):
+    run, out = launched(tmp_path, "--lr", "1e-3", options=["--noise"]), tmp_path / "out"
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "flag off, native loss" in run.stdout
     assert re.findall(r"^launch (\w+): \d+ s, logs in ", run.stdout, re.MULTILINE) == ["off", "on", "noise"]
-    records = [(tmp_path / "out" / name / launches.RECORD).read_text() for name in ("off", "on")]
-    start, flags = f"{sys.executable} ", f"{tmp_path / 'pretrain_fake.py'} --lr 1e-3 --bf16"
-    assert [json.loads(record)["command"] for record in records] == [
-        f"{start}{flags}",
-        f"{start}-m megatron_fused_ce.launch {flags} --fused-ce-num-chunks 3 --fused-chunked-ce",
-    ]
-    content = json.loads((tmp_path / "out" / "compare_loss.json").read_text())["made_by"]
-    assert content["runs"]["flag on"]["heads"][0] == 12
-    assert content["runs"]["flag off, native loss"]["iterations"] == [1, 12]
+    made = json.loads((out / "compare_loss.json").read_text())["made_by"]["runs"]
+    assert made["on"]["heads"][0] == 12 and made["noise"]["iterations"] == [1, 12]
     # Again, into the same folder.
     for options in ((), ("--seeds", "1", "2", "3")):
         wrong = launched(tmp_path, "--wrong", options=options)
         assert wrong.returncode == 1 and "DIFFERENT" in wrong.stdout and not wrong.stderr
-    record = json.loads((tmp_path / "out" / "on-2" / launches.RECORD).read_text())
+    record = json.loads((out / "on-2" / launches.RECORD).read_text())
     assert record["command"].endswith("--fused-chunked-ce --seed 2")
 
 

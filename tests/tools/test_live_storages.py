@@ -5,31 +5,26 @@ from __future__ import annotations
 import gc
 import weakref
 
+import pytest
 import torch
 from torch.nn import functional as F
 
 from megatron_fused_ce.scripts.lib.live_storages import LiveStorages, LogitStorages
 
 T, H, V = 24, 16, 40
-FP32_BYTES = 4
-ALL = T * V * FP32_BYTES
+ALL = T * V * 4  # bytes in fp32
 
 
-def _problem() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+@pytest.fixture
+def problem():
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(T, H, generator=generator, requires_grad=True)
-    weight = torch.randn(V, H, generator=generator, requires_grad=True)
-    labels = torch.randint(V, (T,), generator=generator)
-    return hidden, weight, labels
+    hidden, weight = (torch.randn(n, H, generator=generator, requires_grad=True) for n in (T, V))
+    return hidden, weight, LogitStorages(vocab_rows=V, hidden_size=H)
 
 
-def _watch() -> LogitStorages:
-    return LogitStorages(vocab_rows=V, hidden_size=H)
-
-
-def test_what_lives_is_counted_once_and_kept_alive_by_nobody():
-    hidden, weight, _ = _problem()
-    with _watch() as logits, torch.no_grad():
+def test_what_lives_is_counted_once_and_kept_alive_by_nobody(problem):
+    hidden, weight, logits = problem
+    with logits, torch.no_grad():
         for _ in range(3):
             product = hidden @ weight.T
             gone = weakref.ref(product.untyped_storage())
@@ -46,32 +41,25 @@ def test_what_lives_is_counted_once_and_kept_alive_by_nobody():
         del first, second
         assert logits.live_bytes == ALL, "the views keep the storage"
         views.clear()
+        # A buffer counts from the first logits on, once, with its size.
+        buffer = torch.empty(T // 4 * V)
         assert logits.live_bytes == 0
+        for rows in hidden.split(T // 4):
+            torch.mm(rows, weight.T, out=buffer.view(T // 4, V))
+        resized = torch.empty(2, V)
+        resized.resize_(6, V)
+        assert logits.live_bytes == ALL // 4 + 6 * V * 4
+        del buffer, resized
         left = weight @ hidden.T
         assert left.shape == (V, T) and logits.live_bytes == ALL, "transposed, they count as well"
     del left
     assert logits.live_bytes == 0, "what outlives the block leaves the count when it is freed"
 
 
-def test_a_reused_or_resized_buffer_counts_with_its_size():
-    hidden, weight, _ = _problem()
-    chunk_tokens = T // 4
-    with _watch() as logits, torch.no_grad():
-        buffer = torch.empty(chunk_tokens * V)
-        assert logits.live_bytes == 0
-        for rows in hidden.split(chunk_tokens):
-            torch.mm(rows, weight.T, out=buffer.view(chunk_tokens, V))
-        assert (logits.peak_bytes, logits.num_storages) == (ALL // 4, 1)
-        resized = torch.empty(2, V)
-        resized.resize_(6, V)
-        assert logits.live_bytes == ALL // 4 + 6 * V * FP32_BYTES
-
-
-def test_neither_gradients_of_the_weight_nor_optimizer_nor_older_tensors_count():
-    hidden, weight, _ = _problem()
-    older = torch.zeros(T, V)
-    optimizer = torch.optim.Adam([weight])
-    with _watch() as logits:
+def test_neither_gradients_of_the_weight_nor_optimizer_nor_older_tensors_count(problem):
+    hidden, weight, logits = problem
+    older, optimizer = torch.zeros(T, V), torch.optim.Adam([weight])
+    with logits:
         older.add_(1.0)
         older.view(2, -1, V).mul_(2.0)
         for shape in ((V, H), (H, V)):
@@ -82,18 +70,17 @@ def test_neither_gradients_of_the_weight_nor_optimizer_nor_older_tensors_count()
         assert (logits.peak_bytes, logits.live_bytes) == (ALL, 0), "the new_ones, nothing else"
 
 
-def test_backward_is_watched_and_saved_tensors_stay_counted():
-    hidden, weight, labels = _problem()
-    with _watch() as logits, LiveStorages() as live:
-        loss = F.cross_entropy(hidden @ weight.T, labels)
+def test_backward_is_watched_and_saved_tensors_stay_counted(problem):
+    hidden, weight, logits = problem
+    with logits, LiveStorages() as live:
+        loss = F.cross_entropy(hidden @ weight.T, torch.arange(T))
         # log_softmax saved its output for the backward; the product itself is gone.
         assert logits.live_bytes == ALL and live.peak_bytes >= 2 * ALL
         logits.peak_bytes = logits.live_bytes
         loss.backward()
         assert logits.peak_bytes >= 2 * ALL  # the saved one and a gradient
         view = weight.grad.view(-1).mul_(2.0)
-        assert live.live_bytes == hidden.nbytes + weight.nbytes + loss.nbytes, "gradients too, a view once"
         hidden.grad = weight.grad = None
-        assert live.live_bytes == weight.nbytes + loss.nbytes, "the view holds its storage"
+        assert live.live_bytes == weight.nbytes + loss.nbytes, "the view holds its storage, and counts once"
         del view, loss
         assert logits.live_bytes == live.live_bytes == 0
