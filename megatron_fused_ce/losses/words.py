@@ -11,7 +11,8 @@ from typing import Any
 def in_words(value: Any, within: tuple[Any, ...] = ()) -> str:
     """What is compared of a value over ranks: the text of each of its parts.
 
-    Of a function module, name, defaults and closure, of a partial the arguments, too.
+    Of a function module, name, defaults and closure, of a partial the arguments, too. Not a function's code,
+    nor the globals that it reads: ranks run one program.
 
     Raises:
         TypeError: a part has no text but its address.

@@ -45,6 +45,16 @@ class NoHash(Focal):
     __hash__ = None
 
 
+@dataclasses.dataclass(frozen=True)
+class Holder:
+    by: object
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slotted(Holder):
+    more: object
+
+
 class Late(Focal):
     """Equal to others, whatever its last field."""
 
@@ -151,7 +161,8 @@ REFUSED = {
             (_with(gives=("beta",)), T, "expected a tuple of at, alpha"),
             ({"terms": {"loss": 0.5 * Focal(ones(())) + losses.CrossEntropy()}}, T, "has a tensor"),
             ({"terms": {"loss": Focal((ones(()),))}}, T, "has a tensor"),
-            ({"terms": {"loss": Focal(torch.nn.Linear(1, 1))}}, T, "has a tensor"),
+            ({"terms": {"loss": Focal(Holder(torch.nn.Linear(1, 1)))}}, T, "has a tensor"),
+            ({"terms": {"loss": Focal(Slotted(1, Holder(trained(1))))}}, T, "has a tensor"),
             ({"terms": {"loss": Focal(torch.nn.Linear(1, 1).forward)}}, T, "has a tensor"),
             ({"terms": {"loss": 0.5 * Focal(capture(trained(1)))}}, T, "has a tensor"),
             (_with(value=capture(trained(1))), T, "has a tensor"),
