@@ -18,7 +18,7 @@ from megatron_fused_ce.adapter import caller, forms, switch, token_weights
 from megatron_fused_ce.adapter.forms import name_of
 from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.ranks.collectives import same_on_all_ranks
-from megatron_fused_ce.reasons import BY_ARGUMENT
+from megatron_fused_ce.reasons import BY_ARGUMENT, STOPS
 
 #: Attributes of Megatron's output layer that this package reads.
 LAYER_ATTRIBUTES = (
@@ -343,10 +343,7 @@ def refuse_options(config: FusedCEConfig, reason: str) -> None:
         raise ValueError(
             f"ModelOpt's distillation loss knows no {config.loss_options}: leave {leave_out} out"
         )
-    raise ValueError(
-        f"{config.loss_options}: Megatron's own loss knows nothing of it, and the head would stay "
-        f"on that: {reason}. Leave these options out, or what keeps the head from being fused"
-    )
+    raise ValueError(STOPS.format(config.loss_options, reason))
 
 
 def refuse_log_probs(config: FusedCEConfig) -> None:

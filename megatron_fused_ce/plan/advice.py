@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 from megatron_fused_ce.config import STRATEGY_CHOICES
 from megatron_fused_ce.plan.heads import STOCK_PATHS, HeadMemory, plugin_head, stock_head
@@ -35,23 +36,6 @@ class Gpu:
         return self.capacity - self.overhead
 
 
-@dataclass(frozen=True)
-class Way:
-    """One way of computing the loss in a setting."""
-
-    estimate: Estimate
-    #: "fits", "tight", "does not fit", "over budget" where the launch would refuse its budget
-    verdict: str
-
-    @property
-    def head(self) -> HeadMemory:
-        return self.estimate.head
-
-    @property
-    def peak(self) -> int:
-        return self.estimate.peak
-
-
 #: What to do with the flag: use it; use it, since nothing fits without it; as you like; leave it out; neither
 #: helps.
 DECISIONS = ("use", "needed", "either", "leave out", "does not fit")
@@ -62,12 +46,12 @@ class Advice:
     """All ways of computing the loss, which one the launch uses without the flag, and the flags to add."""
 
     gpu: Gpu
-    ways: tuple[Way, ...]
-    baseline: Way
-    recommended: Way  # the plugin with the recommended flags
+    ways: tuple[Estimate, ...]
+    baseline: Estimate
+    recommended: Estimate  # the plugin with the recommended flags
     largest_head: int  # bytes of the flag's, with token weights that the forward knows or without
 
-    def way(self, name: str) -> Way:
+    def way(self, name: str) -> Estimate:
         return next(way for way in self.ways if way.head.name == name)
 
     @property
@@ -94,34 +78,30 @@ def advise(setting: Setting, gpu: Gpu, baseline: str = "unfused") -> Advice:
     Raises:
         ValueError: the strategy that the launch asks for does not fit the launch's budget.
     """
-    stock = {name: _way(setting, gpu, stock_head(setting, name)) for name in STOCK_PATHS}
-    ours = {strategy: _plugin_way(setting, gpu, strategy) for strategy in STRATEGY_CHOICES}
-    asked = ours[setting.training.fused_ce.strategy]
+
+    def way(head: HeadMemory) -> Estimate:
+        found = estimate(setting, head)
+        return replace(found, verdict=verdict(found, gpu))
+
+    ours = partial(plugin_head, setting, gpu.device, exp_serves=gpu.exp_serves)
+    stock = {name: way(stock_head(setting, name)) for name in STOCK_PATHS}
+    plugin = {strategy: way(ours(strategy)) for strategy in STRATEGY_CHOICES}
+    asked = plugin[setting.training.fused_ce.strategy]
     if asked.head.over_budget:
         raise ValueError(asked.head.over_budget)
     # A head whose token weights are not known in the forward runs no grad_in_forward.
-    strategy = setting.training.fused_ce.strategy.replace("grad_in_forward", "auto")
-    other = plugin_head(setting, gpu.device, strategy, exp_serves=gpu.exp_serves, token_weights_known=False)
-    ways, largest = (*stock.values(), *ours.values()), max(asked.head.peak, other.peak)
-    advice = Advice(gpu, ways, stock[baseline], asked, largest)
-    if asked.verdict != "does not fit" or asked.estimate.bound.name != "head":
+    other = ours(asked.head.name.replace("grad_in_forward", "auto"), token_weights_known=False)
+    largest = max(asked.head.peak, other.peak)
+    advice = Advice(gpu, (*stock.values(), *plugin.values()), stock[baseline], asked, largest)
+    if asked.verdict != "does not fit" or asked.bound.name != "head":
         return advice
     # The budget that leaves the head's moment at what is usable; the smallest plan may need another.
-    rest = asked.estimate.moment("head").total - asked.head.predicted
-    smaller = _plugin_way(setting, gpu, "auto", max(1, (gpu.usable - rest) // MIB))
-    if smaller.head.missed_budget:
-        smaller = _plugin_way(setting, gpu, "auto", -(-smaller.head.predicted // MIB))
-    return advice if smaller.verdict == "does not fit" else replace(advice, recommended=smaller)
-
-
-def _plugin_way(setting: Setting, gpu: Gpu, strategy: str, memory_mb: int | None = None) -> Way:
-    exp = gpu.exp_serves
-    return _way(setting, gpu, plugin_head(setting, gpu.device, strategy, exp_serves=exp, memory_mb=memory_mb))
-
-
-def _way(setting: Setting, gpu: Gpu, head: HeadMemory) -> Way:
-    found = estimate(setting, head)
-    return Way(found, verdict(found, gpu))
+    rest = asked.moment("head").total - asked.head.predicted
+    smaller = ours("auto", memory_mb=max(1, (gpu.usable - rest) // MIB))
+    if smaller.missed_budget:
+        smaller = ours("auto", memory_mb=-(-smaller.predicted // MIB))
+    fitting = way(smaller)
+    return advice if fitting.verdict == "does not fit" else replace(advice, recommended=fitting)
 
 
 def verdict(found: Estimate, gpu: Gpu) -> str:

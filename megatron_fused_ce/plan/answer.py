@@ -12,9 +12,10 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megatron_fused_ce.adapter.arguments import FLAG
-from megatron_fused_ce.plan.advice import TIGHT, Advice, Way
-from megatron_fused_ce.plan.closed_world import UNKNOWN, Judged
+from megatron_fused_ce.plan.advice import TIGHT, Advice
+from megatron_fused_ce.plan.closed_world import MENDS, UNKNOWN, Judged
 from megatron_fused_ce.plan.launch_script import TrainingLaunch
+from megatron_fused_ce.plan.peaks import Estimate
 from megatron_fused_ce.plan.setting import Setting
 from megatron_fused_ce.plan.static import parameters
 from megatron_fused_ce.planner.memory import MIB
@@ -36,10 +37,12 @@ SENTENCES = {
     "setting": "{model}: {billions} B parameters, {sequence} tokens a sequence, {dtype}, on {gpus} x "
     "{gpu}: {over}.",
     "vouched": "Vouched for (--ignore): {names}.",
-    "vouch": "Not counted: {clauses}. --ignore {name} vouches that it changes no memory.",
+    "vouch": "Not counted: {clauses}. --ignore {name}{each} plans as if it changed no memory.",
     "bounded": "Bounded: {name}: {clause}.",
     "tight": "{sum} GiB may still run out: {left} are left beside a largest tensor of {largest}, less than "
     "{part:.0%} of it; a run on an H200 with 21% ran out of memory, one with 37% trained.",
+    "recompute": "{activations} GiB of {peak} are activations: --recompute-granularity full "
+    "--recompute-method uniform --recompute-num-layers 1 keeps one hidden state a layer.",
     "budget": "No plan takes {budget} MiB or less (--fused-ce-memory-mb): the launch takes the smallest, "
     "{least} MiB.",
     "measured": "Megatron measured {measured} GiB, the largest rank's, where {planned} are planned: all "
@@ -86,13 +89,16 @@ class Result:
     advice: Advice
     notes: list[str]  # whole sentences about how the launch was read
     judged: Judged
+    launch: TrainingLaunch
     most: Advice | None = None  # the same with the most that bounded arguments add
-    launch: TrainingLaunch | None = None
+    alone: bool = (
+        False  # the head is the launch's, and the rest of the setting stands in for what is not known
+    )
     has_flag: bool = False  # whether the launch has the flag already
     planned: int = 0  # bytes for the launch's own loss, before anything measured moved them
 
     @property
-    def now(self) -> Way:
+    def now(self) -> Estimate:
         """How the launch computes its loss as it is."""
         asked = self.setting.training.fused_ce.strategy
         return self.advice.way(asked) if self.has_flag else self.advice.baseline
@@ -100,15 +106,17 @@ class Result:
     @property
     def measured(self) -> int | None:
         """Bytes that the planned run was measured with."""
-        return self.launch.measured_bytes if self.launch and self.launch.as_logged else None
+        return self.launch.measured_bytes if self.launch.as_logged else None
 
     @cached_property
     def doubts(self) -> list[str]:
         """Why there is no verdict, clause by clause; none where there is one."""
-        found, launch, planned = self.judged.clauses, self.launch, gib(self.planned)
+        launch, planned, found = self.launch, gib(self.planned), list(self.judged.uncounted.values())
+        if len(found) > 1:  # a plan lists all below
+            found = [f"{found[0]}, and {len(found) - 1} more below"]
         if self.measured and abs(self.planned / self.measured - 1) > OFF:
             found.insert(0, f"{gib(self.measured)} GiB were measured where {planned} are planned")
-        elif launch and launch.out_of_memory and launch.as_logged and self.now.verdict == "fits":
+        elif launch.out_of_memory and launch.as_logged and self.now.verdict == "fits":
             found.insert(0, f"{planned} GiB are planned, which fit")
         if not found and self.most and self.most.decision != self.advice.decision:
             names = " and ".join(self.judged.bounded)
@@ -132,58 +140,62 @@ def sentences(result: Result, explain: bool = False) -> list[Said]:
 
 
 def _answer(result: Result) -> Said:
-    advice, launch = result.advice, result.launch
+    advice, decision = result.advice, result.decision
     before, after = advice.baseline, advice.recommended
-    flags = after.head.flags if advice.decision in ("use", "needed", "either") else FLAG
-    if result.judged.no_effect:
-        said = say("no effect", why=result.judged.no_effect)
-    elif result.doubts:
-        heads = {"before": gib(before.head.peak), "after": gib(advice.largest_head)}
-        said = say("no verdict", why="; ".join(result.doubts), **heads)
-    else:
-        values = {"before": gib(before.peak), "after": gib(after.peak), "usable": gib(advice.gpu.usable)}
-        share = advice.saved / before.peak
-        part = f"{share:.0%}" if share >= 0.1 else f"{share:.1%}"
-        saved = f"{float(values['before']) - float(values['after']):.2f}"  # of what is printed
-        said = say(advice.decision, **values, flags=flags, saved=saved, part=part)
-    return Said(said.name, DIED + said.text) if launch and launch.out_of_memory else said
+    values = {"before": gib(before.peak), "after": gib(after.peak), "usable": gib(advice.gpu.usable)}
+    values["saved"] = f"{float(values['before']) - float(values['after']):.2f}"  # of what is printed
+    share = advice.saved / before.peak
+    values["part"] = f"{share:.0%}" if share >= 0.1 else f"{share:.1%}"
+    values["flags"] = after.head.flags if decision in ("use", "needed", "either") else FLAG
+    if decision == "no effect":
+        values["why"] = result.judged.no_effect
+    elif decision == "no verdict":
+        values |= {"before": gib(before.head.peak), "after": gib(advice.largest_head)}
+        values["why"] = "; ".join(result.doubts)
+    said = say(decision, **values)
+    return Said(said.name, DIED + said.text) if result.launch.out_of_memory else said
 
 
 def _short(result: Result) -> Iterator[Said]:
     setting, advice, launch, parallel = result.setting, result.advice, result.launch, result.setting.parallel
+    judged, after = result.judged, advice.recommended
     sizes = {"TP": parallel.tensor, "PP": parallel.pipeline, "CP": parallel.context, "EP": parallel.expert}
     sizes["DP"] = parallel.data
     over = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
-    yield say(
-        "setting",
-        model=result.name,
-        billions=f"{parameters(setting) / 1e9:.2f}",
-        sequence=setting.training.sequence,
-        dtype=setting.training.dtype,
-        gpus=parallel.gpus,
-        gpu=advice.gpu.name,
-        over=over + (", sequence parallelism" if parallel.sequence else ""),
-    )
-    if result.judged.vouched:
-        yield say("vouched", names=", ".join(result.judged.vouched))
-    uncounted = result.judged.uncounted
+    if not result.alone:
+        yield say(
+            "setting",
+            model=result.name,
+            billions=f"{parameters(setting) / 1e9:.2f}",
+            sequence=setting.training.sequence,
+            dtype=setting.training.dtype,
+            gpus=parallel.gpus,
+            gpu=advice.gpu.name,
+            over=over + (", sequence parallelism" if parallel.sequence else ""),
+        )
+    if judged.vouched:
+        yield say("vouched", names=", ".join(judged.vouched))
     # A name that is misspelt is not to be vouched for.
-    mends = ("did you mean", "give --gpus")
-    vouchable = [name for name, clause in uncounted.items() if not any(word in clause for word in mends)]
-    if vouchable and not result.judged.no_effect:
-        names = [name if clause == name + UNKNOWN else clause for name, clause in uncounted.items()]
-        yield say("vouch", name=vouchable[0].lstrip("-"), clauses="; ".join(names))
-    for name, clause in result.judged.bounded.items():
+    vouchable = [name for name, clause in judged.uncounted.items() if not MENDS.search(clause)]
+    if vouchable and not judged.no_effect:
+        clauses = [name if why == name + UNKNOWN else why for name, why in judged.uncounted.items()]
+        each = ", and so for each of them," * (len(vouchable) > 1)
+        yield say("vouch", name=vouchable[0].lstrip("-"), each=each, clauses="; ".join(clauses))
+    for name, clause in judged.bounded.items():
         yield say("bounded", name=name, clause=clause)
     if result.measured and not result.doubts:
         yield say("measured", measured=gib(result.measured), planned=gib(result.planned))
-    elif launch and launch.measured_bytes and (uncounted or not launch.as_logged):
+    elif launch.measured_bytes and (judged.uncounted or not launch.as_logged):
         yield say("measured alone", measured=gib(launch.measured_bytes))
-    for way in () if result.doubts or result.judged.no_effect else (advice.baseline, advice.recommended):
-        if way.verdict == "tight":
-            left, largest = gib(advice.gpu.usable - way.peak), gib(way.head.largest)
-            yield say("tight", part=TIGHT, sum=gib(way.peak), left=left, largest=largest)
-    head = advice.recommended.head
+    if not (result.doubts or judged.no_effect):
+        for way in (advice.baseline, after):
+            if way.verdict == "tight":
+                left, largest = gib(advice.gpu.usable - way.peak), gib(way.head.largest)
+                yield say("tight", part=TIGHT, sum=gib(way.peak), left=left, largest=largest)
+        activations = after.bound.parts.get("activations", 0)
+        if after.verdict != "fits" and not setting.training.recompute.full and 2 * activations > after.peak:
+            yield say("recompute", activations=gib(activations), peak=gib(after.peak))
+    head = after.head
     if head.missed_budget:
         yield say("budget", budget=head.missed_budget, least=-(-head.predicted // MIB))
 
@@ -196,5 +208,5 @@ def _why(result: Result) -> Iterator[Said]:
         "batch", micro=setting.training.micro_batch, tokens=setting.num_tokens, rows=setting.vocab_rows,
         vocab=setting.padded_vocab_size,
     )  # fmt: skip
-    if kinds := setting.not_measured:
+    if (kinds := setting.not_measured) and not result.alone:
         yield say("not measured", kinds=", ".join(kinds))

@@ -25,13 +25,16 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_fused_ce.plan.setting import Setting
+from megatron_fused_ce.plan.setting import LETTERS, RECOMPUTE_MODULES, Setting
 from megatron_fused_ce.reasons import BY_ARGUMENT
+
+if TYPE_CHECKING:
+    from megatron_fused_ce.plan.launch_script import TrainingLaunch
 
 
 def flash_attention(given: Any) -> bool:
@@ -68,6 +71,10 @@ CONDITIONS: dict[str, Callable[[Any], bool]] = {
 }
 #: What is said of an argument.
 UNKNOWN = " may change memory and is not counted"
+#: What of it the user can mend, and need not vouch for.
+MENDS = re.compile("did you mean|give --gpus")
+#: Transformer Engine's flash attention serves heads up to it on every GPU.
+LARGEST_FLASH_HEAD = 256
 #: Tokens that a rank's experts may be sent, over what an even spread would send.
 MOST_LOAD = 2
 #: Bytes a parameter that a resumed run may keep of the moments that it loaded.
@@ -101,20 +108,13 @@ class Argument:
         return next(iter(self.options), self.name)
 
 
-@dataclass(frozen=True)
-class Judged:
-    """What of a launch a plan does not count, by name, with a clause that says why."""
+class Judged(NamedTuple):
+    """What of a launch a plan does not count, by name, with a clause that says why; first what to mend."""
 
-    uncounted: dict[str, str] = field(default_factory=dict)
-    bounded: dict[str, str] = field(default_factory=dict)
-    vouched: tuple[str, ...] = ()  # what the user vouched for
-    no_effect: str = ""  # why the head stays on Megatron's own path
-
-    @property
-    def clauses(self) -> list[str]:
-        """Of what is not counted, in one line: the first, and how many more (a plan lists all below)."""
-        clauses = list(self.uncounted.values())
-        return [f"{clauses[0]}, and {len(clauses) - 1} more"] if len(clauses) > 1 else clauses
+    uncounted: dict[str, str]
+    bounded: dict[str, str]
+    vouched: tuple[str, ...]  # what the user vouched for
+    no_effect: str  # why the head stays on Megatron's own path
 
 
 @cache
@@ -186,20 +186,25 @@ def harmless(words: Sequence[str]) -> bool:
     return bool(known) and words[0].startswith("--") and set(known) == {"none"}
 
 
-def judge(values: Mapping[str, str], given: Any, known: Collection[str], *, logged: bool = False) -> Judged:
-    """What of ``values`` (destinations, or foreign options) is not counted.
+def judge(launch: TrainingLaunch, given: Any, known: Collection[str]) -> Judged:
+    """What of a launch is not counted and not vouched for.
 
     Args:
-        given: the launch's arguments as a plan reads them.
+        given: its arguments as a plan reads them.
         known: options and destinations of the plan's and the plugin's own.
-        logged: whether they are a log's.
+
+    Raises:
+        ValueError: ``--ignore`` names something else.
     """
-    judged = Judged()
+    values = stated(launch.arguments) if launch.logged is None else launch.logged
+    program = launch.program.rpartition("/")[2]
+    uncounted: dict[str, str] = {}
+    bounded: dict[str, str] = {}
     for name, value in values.items():
         argument = arguments().get(name)
         if argument is None:
             if name not in known:
-                judged.uncounted[name] = _foreign(name, known)
+                uncounted[name] = _foreign(name, known)
             continue
         option, plain = argument.option, _plain(value)
         which, _, rest = argument.which.partition(" ")
@@ -207,24 +212,81 @@ def judge(values: Mapping[str, str], given: Any, known: Collection[str], *, logg
             continue
         if which == "counted" and rest and not any(map(plain.startswith, rest.lower().split())):
             words = f"{option} {value}" if "v" in argument.options.values() else option
-            judged.uncounted[option] = f"{words} is not counted"
+            uncounted[option] = f"{words} is not counted"
         elif which == "bounded" and rest and given.num_experts:
-            judged.uncounted[option] = f"{option}: resumed experts hold more than is counted"
+            uncounted[option] = f"{option}: resumed experts hold more than is counted"
         elif which == "bounded" and not (rest and given.use_distributed_optimizer):
-            judged.bounded[option] = argument.why
+            bounded[option] = argument.why
         elif (
             which == "-"
-            or (which == "log" and not logged)
+            or (which == "log" and launch.logged is None)
             or (which == "where" and not any(CONDITIONS[one](given) for one in rest.split(" or ")))
             or (which == "as" and plain not in ("none", _plain(str(getattr(given, rest)))))
         ):
-            judged.uncounted[option] = option + UNKNOWN
+            uncounted[option] = option + UNKNOWN
     if given.num_experts:
-        judged.bounded["experts"] = f"the verdict holds for up to {MOST_LOAD} times an even spread of tokens"
-    return judged
+        bounded["experts"] = f"the verdict holds for up to {MOST_LOAD} times an even spread of tokens"
+    uncounted |= _values_beyond(given, program) | _of_environment(launch.environment, given) | launch.doubts
+    uncounted = dict(sorted(uncounted.items(), key=lambda item: not MENDS.search(item[1])))
+    if program and program not in PROGRAMS:
+        uncounted = {program.removeprefix("-m "): f"what {program} trains is not known"} | uncounted
+    vouched = {_bare(name): name for name in given.ignore}
+    if unknown := vouched.keys() - set(map(_bare, uncounted)):
+        names = ", ".join(uncounted) or "all of it is"
+        wrong = next(name for plain, name in vouched.items() if plain in unknown)
+        raise ValueError(f"--ignore {wrong} vouches for nothing here; not counted: {names}")
+    left = {name: why for name, why in uncounted.items() if _bare(name) not in vouched}
+    taken = tuple(name for name in uncounted if name not in left)
+    return Judged(left, bounded, taken, _why_no_effect(values, given, is_hybrid(given, program)))
 
 
-def why_no_effect(values: Mapping[str, str], given: Any, hybrid: bool) -> str:
+def _bare(name: str) -> str:
+    return name.strip("-").replace("-", "_")
+
+
+def is_hybrid(given: Any, program: str) -> bool:
+    """Whether it trains a hybrid model: by program, pattern or spec."""
+    return bool(given.hybrid_layer_pattern or re.search("mamba|hybrid", f"{program} {given.spec}"))
+
+
+def _values_beyond(given: Any, program: str) -> dict[str, str]:
+    """Counted arguments with values that a plan does not count, and a clause that says why."""
+    letters = set(given.hybrid_layer_pattern or "") - set(LETTERS) - set("|/")
+    modules = set(given.recompute_modules or ()) - set(RECOMPUTE_MODULES)
+    width = given.kv_channels or (given.hidden_size or 0) // (given.num_attention_heads or 1)
+    flash = flash_attention(given)
+    linear = given.cross_entropy_fusion_impl == "linear" and given.cross_entropy_loss_fusion
+    cases = (
+        ("--hybrid-layer-pattern", letters, f"layers of kind {' '.join(sorted(letters))} are not counted"),
+        ("--recompute-modules", modules, f"recomputing {' '.join(sorted(modules))} is not counted"),
+        (
+            *("--bf16", flash and not (given.bf16 or given.fp16)),
+            "attention in fp32, which flash attention does not serve, is not counted",
+        ),
+        (
+            *("--kv-channels", flash and width > LARGEST_FLASH_HEAD),
+            f"heads of {width}, which flash attention may not serve, are not counted",
+        ),
+        (
+            *("--cross-entropy-fusion-impl", linear and not given.fused_chunked_ce),
+            "linear, a loss of Megatron's dev branch, which the flag replaces, is not counted",
+        ),
+        (
+            *(
+                "--pipeline-model-parallel-layout",
+                re.search(r"m.*\|", given.pipeline_model_parallel_layout or ""),
+            ),
+            "prediction before the last stage is not counted",
+        ),
+        (
+            *("--hybrid-layer-pattern", program == "pretrain_gpt.py" and is_hybrid(given, "")),
+            "a hybrid by pretrain_gpt.py is not counted",
+        ),
+    )
+    return {name: clause for name, holds, clause in cases if holds}
+
+
+def _why_no_effect(values: Mapping[str, str], given: Any, hybrid: bool) -> str:
     """The reason of an argument that keeps the head on Megatron's own path; empty if none does."""
     stated = {name: _plain(values.get(name, "")) for name in BY_ARGUMENT}
     stated = {name: value for name, value in stated.items() if value not in ("", "none", "false", "0.0")}
@@ -247,7 +309,7 @@ def _foreign(name: str, known: Collection[str]) -> str:
     return f"{name} is none of Megatron's arguments" + (f" (did you mean {near[0]}?)" if near else "")
 
 
-def of_environment(values: Mapping[str, str], given: Any) -> dict[str, str]:
+def _of_environment(values: Mapping[str, str], given: Any) -> dict[str, str]:
     """What of Transformer Engine's variables is not counted, and a clause that says so."""
     bits = dict(zip(_BIT_NAMES, _BITS.get(given.attention_backend, "???"), strict=True))
     return {

@@ -8,7 +8,7 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from megatron_fused_ce.adapter.arguments import add_arguments
@@ -16,11 +16,11 @@ from megatron_fused_ce.cli.command_line import Parser, UsageError, command, numb
 from megatron_fused_ce.plan import closed_world, launch_script, megatron_arguments, megatron_log, report
 from megatron_fused_ce.plan.advice import Gpu, advise
 from megatron_fused_ce.plan.answer import GIB, OFF, Result
-from megatron_fused_ce.plan.closed_world import Judged
 from megatron_fused_ce.plan.heads import STOCK_PATHS
 from megatron_fused_ce.plan.launch_script import TrainingLaunch
 from megatron_fused_ce.plan.named_models import MODELS, known_name
 from megatron_fused_ce.plan.setting import Setting
+from megatron_fused_ce.reasons import STOPS
 
 #: Exit status where there is no verdict, as of ``compare``.
 NO_VERDICT = 3
@@ -121,38 +121,63 @@ def main(words: list[str]) -> int:
 
 
 def setting_of(words: Sequence[str]) -> Setting:
-    """The setting that these words of a command line describe.
-
-    Raises:
-        OSError: a file cannot be read.
-        ValueError: something is missing, unknown or contradicts itself; says what to do.
-    """
-    return _read(words)[1]
+    """The setting of :func:`plan_of`."""
+    return plan_of(words).setting
 
 
 def plan_of(words: Sequence[str]) -> Result:
     """The plan for these words of a command line.
 
     Raises:
-        OSError, ValueError: as :func:`setting_of`.
+        OSError: a file cannot be read.
+        ValueError: something is missing, unknown or contradicts itself; says what to do.
     """
-    given, setting, launch, notes, judged = _read(words)
-    gpu = _gpu(given)
-    known = given.cross_entropy_loss_fusion and given.cross_entropy_fusion_impl in STOCK_PATHS
-    baseline = given.cross_entropy_fusion_impl if known else "unfused"
-    name = given.model or given.from_log or given.from_launch or "--"
-    result = Result(
-        "the launch" if _is_launch(str(name)) else Path(name).name, setting, advise(setting, gpu, baseline),
-        notes, judged, None, launch, given.fused_chunked_ce,
-    )  # fmt: skip
+    first, own = _parsed(words), _parser(own=False)
+    launch = _launch(first, words, own._actions)
+    is_read = bool(first.from_launch or first.from_log)
+    before = list(launch.arguments if is_read else megatron_arguments.USUAL)
+    closed_world.ask_for_places(launch.arguments)
+    if first.model:
+        first.model = known_name(first.model)
+        before += MODELS[first.model].arguments.split()
+    # The command line comes last, so that its numbers win.
+    known, _ = own.parse_known_args(before)
+    as_launched = {name: value for name, value in vars(known).items() if value is not None}
+    given = _parsed(words, known)
+    given.tokenizer = (launch.logged or closed_world.stated(launch.arguments)).get("tokenizer_model", "")
+    same = all(vars(given)[name] == value for name, value in as_launched.items())
+    launch = replace(launch, as_logged=same and given.gpus in (None, launch.gpus))
+    ours = {name for action in own._actions for name in (action.dest, *action.option_strings)}
+    judged, gpus, alone = closed_world.judge(launch, given, ours), given.gpus or launch.gpus, False
+    try:
+        setting = megatron_arguments.setting_of(given, gpus, launch.program)
+    except ValueError as error:
+        if is_read and given.gpus is None and "give --gpus" in str(error):
+            judged, gpus = judged._replace(uncounted={"--gpus": str(error)} | judged.uncounted), None
+        if not (is_read and judged.uncounted):
+            raise
+        # Of a model that cannot be planned the head still can.
+        setting, alone = megatron_arguments.setting_of(megatron_arguments.head_alone(given), gpus), True
+    if judged.no_effect and setting.training.fused_ce.loss_options:
+        stops = STOPS.format(setting.training.fused_ce.loss_options, judged.no_effect)
+        raise ValueError(f"the launch stops: {stops}")
+    notes = list(launch.notes)
+    if launch.no_gpus and not (gpus or alone):
+        fewest = f"planned for the fewest that the parallel sizes take, {setting.parallel.gpus}"
+        notes.insert(0, f"The number of GPUs is not known, {launch.no_gpus}: {fewest}; or give --gpus.")
+    impl = given.cross_entropy_fusion_impl if given.cross_entropy_loss_fusion else "unfused"
+    advised = partial(advise, gpu=_gpu(given), baseline=impl if impl in STOCK_PATHS else "unfused")
+    read = str(first.model or given.from_log or given.from_launch or "--")
+    name = "the launch" if _is_launch(read) else Path(read).name
+    flag = given.fused_chunked_ce
+    result = Result(name, setting, advised(setting), notes, judged, launch, alone=alone, has_flag=flag)
     result = replace(result, planned=result.now.peak)
     if result.measured and abs(result.planned / result.measured - 1) <= OFF:
         # What was measured leads: every sum is moved by the difference.
         setting = replace(setting, beside=result.measured - result.planned)
-        result = replace(result, setting=setting, advice=advise(setting, gpu, baseline))
+        result = replace(result, setting=setting, advice=advised(setting))
     if judged.bounded and not result.measured:
-        most = closed_world.most(setting, judged.bounded)
-        result = replace(result, most=advise(most, gpu, baseline))
+        result = replace(result, most=advised(closed_world.most(setting, judged.bounded)))
     return result
 
 
@@ -194,67 +219,25 @@ def _is_launch(text: str) -> bool:
     return " " in text.strip() or text.startswith("--")
 
 
-def _read(
-    words: Sequence[str],
-) -> tuple[argparse.Namespace, Setting, TrainingLaunch | None, list[str], Judged]:
-    """A command line, its setting, the launch that it names, sentences about it, and what is not counted."""
-    first, own = _parsed(words), _parser(own=False)
-    launch, before = _launch(first, words, own._actions), list(megatron_arguments.USUAL)
-    if launch:
-        before = list(launch.arguments)
-        closed_world.ask_for_places(before)
-    if first.model:
-        first.model = known_name(first.model)
-        before += MODELS[first.model].arguments.split()
-    # The command line comes last, so that its numbers win.
-    known, _ = own.parse_known_args(before)
-    as_launched = {name: value for name, value in vars(known).items() if value is not None}
-    given = _parsed(words, known)
-    given.model = first.model
-    gpus, judged = given.gpus, Judged()
-    if launch is None:
-        return given, megatron_arguments.setting_of(given, gpus), None, [], closed_world.judge({}, given, ())
-    judged = _judged(launch, given, own)
-    given.tokenizer = (launch.logged or closed_world.stated(launch.arguments)).get("tokenizer_model", "")
-    same = all(vars(given)[name] == value for name, value in as_launched.items())
-    launch = replace(launch, as_logged=same and gpus in (None, launch.gpus))
-    gpus, notes = gpus or launch.gpus, list(launch.notes)
-    try:
-        setting = megatron_arguments.setting_of(given, gpus, launch.program)
-    except ValueError as error:
-        if given.gpus is None and "give --gpus" in str(error):
-            judged.uncounted["--gpus"], gpus = str(error), None
-        if not judged.uncounted:
-            raise
-        # Of a model that cannot be planned the head still can.
-        setting = megatron_arguments.setting_of(megatron_arguments.head_alone(given), gpus)
-    if not (given.gpus or launch.gpus):
-        fewest = f"planned for the fewest that the parallel sizes take, {setting.parallel.gpus}"
-        notes.insert(0, f"The number of GPUs is not known, {launch.no_gpus}: {fewest}; or give --gpus.")
-    return given, setting, launch, notes, judged
-
-
 def _launch(
     given: argparse.Namespace, words: Sequence[str], actions: Sequence[argparse.Action]
-) -> TrainingLaunch | None:
+) -> TrainingLaunch:
+    """The launch that a command line names; without one an empty one."""
     file, options = given.from_launch, [action.option_strings for action in actions]
-    if given.from_log:
-        text = read_text(given.from_log, MOST_LOG_BYTES, errors="replace")
-        if given.gpu is None and given.gpu_memory is None:
-            raise UsageError(f"a log does not say the GPU: give --gpu, one of {', '.join(GPUS)}")
-    for assignment in given.set if file else ():
-        if not re.match(r".+?=", assignment):
-            raise UsageError(f"--set takes NAME=VALUE, got {assignment!r}")
-        if _is_launch(file):
-            raise UsageError("--set is for the variables of a script; arguments in quotes have none")
     known = [name for names in options for name in names]
+    if wrong := [assignment for assignment in given.set if not re.match(r".+?=", assignment)]:
+        raise UsageError(f"--set takes NAME=VALUE, got {wrong[0]!r}")
+    if given.from_log and given.gpu is None and given.gpu_memory is None:
+        raise UsageError(f"a log does not say the GPU: give --gpu, one of {', '.join(GPUS)}")
     if file and _is_launch(file):
+        if given.set:
+            raise UsageError("--set is for the variables of a script; arguments in quotes have none")
         return launch_script.of_string(file, known, given.gpus is None)
     try:
         if given.from_log:
-            return megatron_log.of_log(text, actions)
+            return megatron_log.of_log(read_text(given.from_log, MOST_LOG_BYTES, errors="replace"), actions)
         if not file:
-            return None
+            return TrainingLaunch((), None)
         named = {word.partition("=")[0] for word in words}
         answered = {name for names in options if named & set(names) for name in names}
         values = dict(assignment.split("=", 1) for assignment in given.set)
@@ -266,30 +249,3 @@ def _launch(
         raise
     except ValueError as error:
         raise ValueError(f"{file or given.from_log}: {error}") from None
-
-
-def _judged(launch: TrainingLaunch, given: argparse.Namespace, own: Parser) -> Judged:
-    """What of a launch is not counted and not vouched for."""
-    ours = {name for action in own._actions for name in (action.dest, *action.option_strings)}
-    logged = launch.logged is not None
-    values = launch.logged if launch.logged is not None else closed_world.stated(launch.arguments)
-    judged = closed_world.judge(values, given, ours, logged=logged)
-    uncounted = judged.uncounted | megatron_arguments.unsure(given)
-    uncounted |= {**closed_world.of_environment(launch.environment, given), **launch.doubts}
-    program = launch.program.rpartition("/")[2]
-    if program and program not in closed_world.PROGRAMS:
-        uncounted = {program.removeprefix("-m "): f"what {program} trains is not known"} | uncounted
-    if program == "pretrain_gpt.py" and megatron_arguments.is_hybrid(given, ""):
-        uncounted["--hybrid-layer-pattern"] = "a hybrid by pretrain_gpt.py is not counted"
-    vouched = {_plain(name): name for name in given.ignore}
-    left = {name: why for name, why in uncounted.items() if _plain(name) not in vouched}
-    if unknown := vouched.keys() - set(map(_plain, uncounted)):
-        names = ", ".join(uncounted) or "all of it is"
-        wrong = next(name for plain, name in vouched.items() if plain in unknown)
-        raise ValueError(f"--ignore {wrong} vouches for nothing here; not counted: {names}")
-    why = closed_world.why_no_effect(values, given, megatron_arguments.is_hybrid(given, program))
-    return Judged(left, judged.bounded, tuple(name for name in uncounted if name not in left), why)
-
-
-def _plain(name: str) -> str:
-    return name.strip("-").replace("-", "_")

@@ -45,6 +45,8 @@ class Estimate:
 
     head: HeadMemory
     moments: tuple[Moment, ...]  # the worst of each kind, largest first
+    #: "fits", "tight", "does not fit", "over budget" where the launch would refuse its budget
+    verdict: str = ""
 
     @property
     def bound(self) -> Moment:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from megatron_fused_ce.adapter.arguments import FLAG
-from megatron_fused_ce.plan.advice import Way
 from megatron_fused_ce.plan.answer import LOSSES, Result, gib, sentences
+from megatron_fused_ce.plan.peaks import Estimate
 from megatron_fused_ce.plan.static import parameters
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ VERDICTS = {"fits": "yes", "tight": "tight", "does not fit": "no", "over budget"
 
 
 def as_dictionary(result: Result) -> dict[str, Any]:
-    """Everything that the tables show, in bytes and tokens."""
-    setting, advice = result.setting, result.advice
+    """Everything that the tables show, in bytes and tokens; None for what stands in for an unknown model."""
+    setting, advice, known = result.setting, result.advice, not result.alone
     return {
         "decision": result.decision,
         "doubts": result.doubts,
@@ -33,34 +33,33 @@ def as_dictionary(result: Result) -> dict[str, Any]:
         "bounded": result.judged.bounded,
         "measured": result.measured,
         "sentences": dict(sentences(result, explain=True)),
-        "parameters": parameters(setting),
-        "gpus": setting.parallel.gpus,
+        "parameters": parameters(setting) if known else None,
+        "gpus": setting.parallel.gpus if known else None,
         "gpu": advice.gpu.name,
         "capacity": advice.gpu.capacity,
         "overhead": advice.gpu.overhead,
-        "ways": {way.head.name: _way(way) for way in advice.ways},
+        "ways": {way.head.name: _way(way, known) for way in advice.ways},
         "baseline": advice.baseline.head.name,
-        "recommended": _way(advice.recommended),
+        "recommended": _way(advice.recommended, known),
         "largest_head": advice.largest_head,
-        "saved": advice.saved,
+        "saved": advice.saved if known else None,
         "notes": result.notes,
-        "not_measured": setting.not_measured,
+        "not_measured": setting.not_measured if known else None,
     }
 
 
-def _way(way: Way) -> dict[str, Any]:
-    return {
-        "flags": way.head.flags,
-        "plan": way.head.words,
-        "head": way.head.peak,
+def _way(way: Estimate, known: bool) -> dict[str, Any]:
+    head = {"flags": way.head.flags, "plan": way.head.words, "head": way.head.peak}
+    whole = {
         "peak": way.peak,
-        "bound": way.estimate.bound.name,
+        "bound": way.bound.name,
         "verdict": way.verdict,
         "moments": {
             moment.name: {"stage": moment.stage, "total": moment.total, **moment.parts}
-            for moment in way.estimate.moments
+            for moment in way.moments
         },
     }
+    return head | whole if known else head
 
 
 def show(result: Result, explain: bool) -> None:
@@ -92,7 +91,7 @@ def lines(result: Result, explain: bool = False) -> list[str]:
     return ["\n".join(answer), *(line for each in (*rest, *map(wrapped, result.notes)) for line in each)]
 
 
-def called(way: Way) -> str:
+def called(way: Estimate) -> str:
     """A way of computing the loss, for people."""
     return LOSSES.get(way.head.name, way.head.name) if way.head.stock else f"{FLAG}, {way.head.name}"
 
@@ -127,14 +126,14 @@ def _ways_table(result: Result, explain: bool) -> Table:
             continue
         cells = [called(way) + (" (now)" if way is result.now else ""), gib(way.head.peak)]
         if not result.doubts:
-            cells += [gib(way.peak), PLACES[way.estimate.bound.name], VERDICTS[way.verdict]]
+            cells += [gib(way.peak), PLACES[way.bound.name], VERDICTS[way.verdict]]
         table.add_row(*cells)
     return table
 
 
-def _moments_table(title: str, way: Way) -> Table:
+def _moments_table(title: str, way: Estimate) -> Table:
     """The sums: every part of every moment."""
-    moments = [way.estimate.moment(name) for name in PLACES]
+    moments = [way.moment(name) for name in PLACES]
     table = _table(f"{title} ({way.head.name}): GiB a GPU while at work is", "", *PLACES.values())
     if any(moment.stage for moment in moments):
         table.add_row("pipeline stage", *(str(moment.stage) for moment in moments))

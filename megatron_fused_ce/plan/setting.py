@@ -11,6 +11,9 @@ from megatron_fused_ce.planner.memory import ITEMSIZES
 #: Parts of a layer that Megatron's ``--recompute-modules`` computes again, by its own names.
 RECOMPUTE_MODULES = (*("core_attn", "layernorm", "mlp", "moe"), *("moe_act", "mla_up_proj", "shared_experts"))
 
+#: Layers of a hybrid model that are counted: Mamba, attention, MLP, experts.
+LETTERS = "M*-E"
+
 
 @dataclass(frozen=True)
 class Latent:

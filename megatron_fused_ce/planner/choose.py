@@ -196,8 +196,8 @@ class OverBudget(ValueError):
 
 
 def in_forward(config: FusedCEConfig, dtype: str, bound: float | None) -> tuple[FusedCEConfig, bool]:
-    """Whether gradients may be made in the forward, and the config of the plan: fp16 needs a ``bound`` of them
-    before the logits are there (:attr:`.Term.bound`)."""
+    """The config of a plan, and whether gradients may be made in the forward: in fp16 with a ``bound`` of the
+    loss alone (:attr:`.Term.bound`)."""
     may = dtype != "float16" or (bound is not None and bound <= 1 + 1e-6)
     by_name = config.strategy == "grad_in_forward" and not may
     return replace(config, strategy="auto") if by_name else config, may

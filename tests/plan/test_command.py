@@ -16,7 +16,7 @@ import pytest
 
 import megatron_fused_ce
 from megatron_fused_ce import __main__ as package_command
-from megatron_fused_ce.plan import advice, closed_world, command, heads, static
+from megatron_fused_ce.plan import advice, closed_world, command, heads, report, static
 from megatron_fused_ce.plan.answer import sentences
 from megatron_fused_ce.plan.command import plan_of, setting_of
 from megatron_fused_ce.plan.named_models import MODELS
@@ -223,6 +223,11 @@ def test_what_keeps_the_head_with_megatron_is_no_effect(words, why, capsys):
     assert why in out and ("No effect" in out) == bool(why) == ("--fused-chunked-ce," not in out)
     assert status == (0 if why or words.startswith("--tensor") else 3)
     assert (plan_of(launch).decision == "no effect") == bool(why)
+    # The adapter stops where Megatron's own loss would leave out an option; here by the same words.
+    assert command.main([*launch, "--fused-ce-z-loss", "1e-4"]) == (2 if why else status)
+    error = capsys.readouterr().err
+    assert error.startswith("plan: the launch stops: z_loss: Megatron's own loss knows") == bool(why)
+    assert why in error
     command.main([*launch, "--explain"])
     assert ("The flag would run as" in capsys.readouterr().out) == (not why)
     command.main([*launch, "--json"])
@@ -249,6 +254,17 @@ def test_the_heads_two_numbers_come_first_by_hand():
     )
 
 
+def test_fp16_with_a_z_loss_makes_no_gradients_in_the_forward():
+    """As the run (tests/op/test_promise.py), for which it has no bound."""
+    words = ["--model", "llama-3-8b", "--seq-length", "32768", "--fused-ce-z-loss", "1e-4"]
+    assert "grad_in_forward" in plan_of(words).advice.recommended.head.words
+    launch = f"{MODELS['llama-3-8b'].arguments} --seq-length 32768 --fp16 --fused-ce-z-loss 1e-4"
+    found = plan_of(["--from-launch", launch]).advice
+    assert {found.way(name).head.words for name in ("auto", "grad_in_forward")} == {
+        "recompute, 4 chunks of 8192 tokens"
+    }
+
+
 def test_a_mask_that_is_reset_is_bounded():
     """A byte for each pair of tokens more, at most: the verdict holds with it, or there is none."""
     words = f"{MODELS['llama-3.2-1b'].arguments} --seq-length 32768 --bf16 --recompute-granularity full"
@@ -270,7 +286,15 @@ def test_fewer_gpus_than_a_layout_needs_have_a_head():
     ]
     enough = plan_of(["--from-launch", launch, "--gpus", "16"])
     assert found.advice.baseline.head == enough.advice.baseline.head
-    assert "vouch" not in dict(sentences(found))
+    assert not {"vouch", "setting", "not measured"} & dict(sentences(found, explain=True)).keys()
+    numbers = report.as_dictionary(found)
+    assert numbers["parameters"] is numbers["gpus"] is numbers["saved"] is None
+    assert all(set(way) == {"flags", "plan", "head"} for way in numbers["ways"].values())
+    # What can be mended comes first, whatever else is not counted.
+    (doubt,) = plan_of(["--from-launch", f"{launch} --fp8-format hybrid --seq-lenght 4"]).doubts
+    assert doubt.startswith("8 GPUs") and doubt.endswith(", and 2 more below")
+    (doubt,) = plan_of(["--from-launch", f"{TINY} --fp8-format hybrid --seq-lenght 4"]).doubts
+    assert doubt.startswith("--seq-lenght is none of Megatron's")
     with pytest.raises(ValueError, match="8 GPUs cannot be divided"):
         plan_of(["--from-launch", launch, "--gpus", "8"])
 

@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EITHER = f"--from-launch {ROOT}/scripts/examples/llama3_8b.sh"
 LONG = "--model llama-3.2-1b --gpu h200 --seq-length 131072 --recompute-granularity full"
 HALF = LONG.replace("131072", "65536")
+GEMMA = "--model gemma-3-27b --gpus 64 --tp 4 --seq-length 8192"
 WHOLE = "--model qwen2.5-14b --gpus 8 --seq-length 8192"
 DIVIDED = f"{WHOLE} --tp 4 --sequence-parallel"
 BUDGET = "--model llama-3-8b --gpus 8 --tp 4 --sequence-parallel --seq-length 32768 --fused-ce-memory-mb"
@@ -42,6 +43,7 @@ CASES = {
     "vouched": (f"{FP8} --ignore fp8-format", FP8),
     "bounded": (LAUNCH.format("--load x"), LAUNCH.format("--load x --use-distributed-optimizer")),
     "tight": (LONG, HALF),
+    "recompute": (GEMMA, f"{GEMMA} --recompute-granularity full"),
     "budget": (f"{BUDGET} 10", f"{BUDGET} 416"),
     "measured": (LOG, f"{LOG} --micro-batch-size 2"),
     "measured alone": ("--from-log {fp8} --gpu h200", "--from-log {fp8} --gpu h200 --ignore fp8-format"),

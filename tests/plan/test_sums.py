@@ -434,7 +434,7 @@ def test_a_budget_where_only_a_smaller_head_fits():
     words = ["--model", "qwen3-0.6b", "--seq-length", "16384", "--recompute-granularity", "full"]
     one = setting_of(words)
     wide = advise(one, replace(H100, capacity=400 * GIB))
-    auto, least = wide.way("auto").estimate, wide.way("recompute").estimate
+    auto, least = wide.way("auto"), wide.way("recompute")
     assert auto.bound.name == "head"
     between = (auto.peak + max(least.moment("layers").total, least.moment("head").total)) // 2
     found = advise(one, replace(H100, capacity=between))
