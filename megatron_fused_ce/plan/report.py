@@ -68,32 +68,18 @@ def show(result: Result, explain: bool) -> None:
 
     console = Console()
     console = Console(width=min(console.width, WIDTH) if console.is_terminal else WIDTH)
-    tables = _tables(result, explain)
-    answer, *rest = lines(result, explain)
-    console.print(answer, highlight=False, markup=False, soft_wrap=True)
-    console.print("", next(tables), sep="\n")
-    for line in rest:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-    for table in tables:
+    ways, *moments = _tables(result, explain)
+    answer, *rest = [said.text for said in sentences(result, explain)] + result.notes
+    print(_wrapped(answer) + "\n", flush=True)
+    console.print(ways)
+    print(*map(_wrapped, rest), sep="\n", flush=True)
+    for table in moments:
         console.print("", table, sep="\n")
 
 
-def lines(result: Result, explain: bool = False) -> list[str]:
-    """Everything that is said, wrapped: the answer as one item, with all its lines."""
-
-    def wrapped(text: str) -> list[str]:
-        indent = "    "
-        return textwrap.wrap(
-            text, TEXT_WIDTH, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
-        )
-
-    answer, *rest = [wrapped(said.text) for said in sentences(result, explain)]
-    return ["\n".join(answer), *(line for each in (*rest, *map(wrapped, result.notes)) for line in each)]
-
-
-def called(way: Estimate) -> str:
-    """A way of computing the loss, for people."""
-    return LOSSES.get(way.head.name, way.head.name) if way.head.stock else f"{FLAG}, {way.head.name}"
+def _wrapped(text: str) -> str:
+    how = {"subsequent_indent": "    ", "break_on_hyphens": False, "break_long_words": False}
+    return textwrap.fill(text, TEXT_WIDTH, **how)  # type: ignore[arg-type]
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -101,40 +87,34 @@ def _table(title: str, *columns: str) -> Table:
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for index, column in enumerate(columns):
+    for index, column in enumerate(("", *columns)):
         table.add_column(column, justify="right" if index else "left", no_wrap=True)
     return table
 
 
 def _tables(result: Result, explain: bool) -> Iterator[Table]:
-    yield _ways_table(result, explain)
-    if explain and not (result.doubts or result.judged.no_effect):
-        yield _moments_table("Without the flag", result.advice.baseline)
-        yield _moments_table("With the flag", result.advice.recommended)
-
-
-def _ways_table(result: Result, explain: bool) -> Table:
-    """Every way of computing the loss; of the flag's strategies the chosen one, all with ``explain``.
-
-    Without a verdict the head alone.
-    """
+    """Every way of computing the loss, without a verdict the head alone, of the flag's strategies the chosen
+    one; with ``explain`` all of them, and the sums."""
+    flag, verdict = not result.judged.no_effect, not (result.doubts or result.judged.no_effect)
     columns = ("its memory", *(() if result.doubts else ("peak", "highest in", "fits")))
-    table = _table("Ways of computing the loss, GiB a GPU", "", *columns)
+    table = _table("Ways of computing the loss, GiB a GPU", *columns)
     for way in result.advice.ways:
         asked = way.head.name == result.setting.training.fused_ce.strategy
-        if not (way.head.stock or ((explain or asked) and not result.judged.no_effect)):
-            continue
-        cells = [called(way) + (" (now)" if way is result.now else ""), gib(way.head.peak)]
-        if not result.doubts:
+        if way.head.stock or (flag and (explain or asked)):
+            name = LOSSES.get(way.head.name) or f"{FLAG}, {way.head.name}"
+            cells = [name + " (now)" * (way is result.now), gib(way.head.peak)]
             cells += [gib(way.peak), PLACES[way.bound.name], VERDICTS[way.verdict]]
-        table.add_row(*cells)
-    return table
+            table.add_row(*cells[: 1 + len(columns)])
+    yield table
+    if explain and verdict:
+        yield _moments("Without the flag", result.advice.baseline)
+        yield _moments("With the flag", result.advice.recommended)
 
 
-def _moments_table(title: str, way: Estimate) -> Table:
+def _moments(title: str, way: Estimate) -> Table:
     """The sums: every part of every moment."""
     moments = [way.moment(name) for name in PLACES]
-    table = _table(f"{title} ({way.head.name}): GiB a GPU while at work is", "", *PLACES.values())
+    table = _table(f"{title} ({way.head.name}): GiB a GPU while at work is", *PLACES.values())
     if any(moment.stage for moment in moments):
         table.add_row("pipeline stage", *(str(moment.stage) for moment in moments))
     for part in dict.fromkeys(part for moment in moments for part in moment.parts):
