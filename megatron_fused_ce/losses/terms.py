@@ -17,11 +17,11 @@ docs/losses.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
-from functools import cached_property, partial, reduce
+from functools import cached_property, reduce
 from operator import add
-from types import FunctionType, MethodType, ModuleType
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +36,7 @@ from megatron_fused_ce.kernels.records import (
     RowStatistics,
 )
 from megatron_fused_ce.losses.statistics import TokenTerms
-from megatron_fused_ce.losses.words import in_words
+from megatron_fused_ce.losses.words import in_words, parts_of
 
 #: Statistics that a term may ask for: fields of :class:`.ExtraStatistics`.
 NEEDS = ("logit_sum", "weighted", "best")
@@ -240,31 +240,20 @@ def attributes_of(value: Any) -> dict[str, Any]:
 
 
 def tensors_of(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
-    """Tensors in a value, also in tuples, lists and dicts; those of a Module, of any other object and of what
-    a function closes over, has as defaults or is bound to, if they require a gradient. Not globals."""
-    inside: Iterable[Any] = ()
+    """Tensors in a value, also in tuples, lists and dicts; those of a Module, and in the parts and attributes
+    of a function or any other object, if they require a gradient."""
     seen = set() if seen is None else seen
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Module):
         yield from (each for each in value.parameters() if each.requires_grad)
-    elif isinstance(value, (tuple, list)):
-        inside = value
-    elif isinstance(value, dict):
-        inside = value.values()
-    elif isinstance(value, MethodType):
-        inside = value.__self__, value.__func__
-    elif isinstance(value, partial):
-        inside = value.func, value.args, value.keywords
+    elif isinstance(value, (tuple, list, dict)):
+        for part in parts_of(value) or ():
+            yield from tensors_of(part, seen)
     elif not isinstance(value, (type, ModuleType)) and id(value) not in seen:
         seen.add(id(value))
-        has: list[Any] = list(attributes_of(value).values())
-        if isinstance(value, FunctionType):
-            has += [value.__defaults__, value.__kwdefaults__]
-            has += [cell.cell_contents for cell in value.__closure__ or ()]
-        yield from (each for each in tensors_of(has, seen) if each.requires_grad)
-    for each in inside:
-        yield from tensors_of(each, seen)
+        inside = [parts_of(value), attributes_of(value)]
+        yield from (each for each in tensors_of(inside, seen) if each.requires_grad)
 
 
 def _sum(one: Coefficient | None, other: Coefficient | None) -> Coefficient | None:

@@ -110,13 +110,7 @@ def main(words: list[str]) -> int:
         return NO_VERDICT if result.decision == "no verdict" else 0
     except BrokenPipeError:
         raise
-    except ImportError as error:
-        instead = "tree-sitter tree-sitter-bash, or give a log or arguments in quotes"
-        instead = instead if str(error.name).startswith("tree_sitter") else "rich, or use --json"
-        raise UsageError(f"{error.name} is not installed: pip install {instead}") from None
-    except OSError as error:
-        raise UsageError(f"{error.filename}: {error.strerror}" if error.filename else error) from None
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise UsageError(error) from None
 
 

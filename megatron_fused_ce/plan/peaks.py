@@ -71,11 +71,10 @@ def estimate(setting: Setting, head: HeadMemory, *, last_stage: bool = False) ->
 
 
 def _moments(setting: Setting, stage: Stage, head: HeadMemory) -> Iterator[Moment]:
-    static, activations = statics.static(setting, stage), Activations(setting, stage)
-    held = {
-        "weights": static.weights,
-        "gradients": static.gradients,
-        "optimizer": static.optimizer,
+    activations = Activations(setting, stage)
+    held = statics.static(setting, stage)
+    copies = held.pop("optimizer's copies")
+    held |= {
         "dummy gradients": statics.dummy_gradients(setting, stage),
         "libraries": statics.libraries(setting, stock_head=head.stock and stage.last),
         "measured beside the plan": setting.beside,
@@ -86,7 +85,7 @@ def _moments(setting: Setting, stage: Stage, head: HeadMemory) -> Iterator[Momen
         yield Moment("head", stage.index, held | at_head)
     workspaces = {"cuBLAS workspaces": head.workspaces if stage.last else 0}
     yield Moment("layers", stage.index, held | activations.worst_backward() | workspaces)
-    yield Moment("step", stage.index, held | workspaces | {"optimizer's copies": static.step})
+    yield Moment("step", stage.index, held | workspaces | {"optimizer's copies": copies})
 
 
 class Activations:

@@ -74,39 +74,26 @@ def parameters(setting: Setting) -> int:
     return sum(often * weight.count for weight, often in stage_weights(whole, stage).items())
 
 
-@dataclass(frozen=True)
-class Static:
-    """Bytes on one GPU of a stage."""
-
-    dense: int  # parameters of this rank
-    experts: int
-    weights: int
-    gradients: int
-    optimizer: int
-    step: int  # only while the optimizer steps
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer
-
-
-def static(setting: Setting, stage: Stage) -> Static:
-    """Weights, gradients and optimizer of one rank of ``stage``."""
-    counts = {True: 0, False: 0}  # of experts or not
+def counts(setting: Setting, stage: Stage) -> tuple[int, int]:
+    """Parameters of one rank of ``stage``: dense ones, and those of experts."""
+    found = [0, 0]
     for weight, often in stage_weights(setting, stage).items():
-        counts[weight.experts > 0] += often * weight.local_count(setting)
-    training, count = setting.training, sum(counts.values())
-    shared: float = count
+        found[weight.experts > 0] += often * weight.local_count(setting)
+    return found[0], found[1]
+
+
+def static(setting: Setting, stage: Stage) -> dict[str, int]:
+    """Bytes on one rank of ``stage``; what a step adds while the optimizer runs under its own name."""
+    of_rank, training = counts(setting, stage), setting.training
+    count, shared = sum(of_rank), float(sum(of_rank))
     if training.distributed_optimizer:
-        shared = sum(counts[experts] / setting.parallel.shards(experts) for experts in (False, True))
-    return Static(
-        dense=counts[False],
-        experts=counts[True],
-        weights=setting.itemsize * count,
-        gradients=training.gradient_bytes * count,
-        optimizer=round(training.state_bytes * shared),
-        step=round(training.step_bytes * shared),
-    )
+        shared = sum(number / setting.parallel.shards(bool(kind)) for kind, number in enumerate(of_rank))
+    return {
+        "weights": setting.itemsize * count,
+        "gradients": training.gradient_bytes * count,
+        "optimizer": round(training.state_bytes * shared),
+        "optimizer's copies": round(training.step_bytes * shared),
+    }
 
 
 def dummy_gradients(setting: Setting, stage: Stage) -> int:

@@ -518,8 +518,8 @@ def test_what_a_script_lacks_is_asked_for_and_what_it_has_not_is_an_error(tmp_pa
     # Without the parser of bash.
     monkeypatch.setitem(sys.modules, "tree_sitter_bash", None)
     monkeypatch.delitem(sys.modules, "megatron_fused_ce.plan.shell_script", raising=False)
-    assert command.main(plan) == 2
-    assert "pip install tree-sitter tree-sitter-bash" in capsys.readouterr().err
+    assert package_command.main(["plan", *plan]) == 2
+    assert capsys.readouterr().err.endswith("needs tree_sitter_bash: pip install tree_sitter_bash\n")
     assert setting_of(["--from-launch", TINY]).model.num_layers == 2
 
 

@@ -15,7 +15,7 @@ import pytest
 from megatron_fused_ce.plan import closed_world, command, megatron_log
 from megatron_fused_ce.plan.answer import sentences
 from megatron_fused_ce.plan.command import plan_of, setting_of
-from megatron_fused_ce.plan.static import stages, static
+from megatron_fused_ce.plan.static import counts, stages, static
 from tests.support.checkouts import on_checkouts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -198,8 +198,8 @@ def test_instances_of_the_optimizer_hold_it_whole(tmp_path):
         log = tmp_path / "train.log"
         log.write_text(block(LARGE, 128, num_distributed_optimizer_instances=instances))
         one = setting_of(["--from-log", str(log), "--gpu", "h200"])
-        held[instances] = [static(one, stage).optimizer for stage in stages(one)]
-        count = [static(one, stage).dense for stage in stages(one)]
+        held[instances] = [static(one, stage)["optimizer"] for stage in stages(one)]
+        count = [counts(one, stage)[0] for stage in stages(one)]
     assert held[1] == [12 * n // 16 for n in count] and held[4] == [12 * n // 4 for n in count]
 
 
