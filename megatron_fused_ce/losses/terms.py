@@ -250,9 +250,10 @@ def tensors_of(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
     elif isinstance(value, (tuple, list, dict)):
         for part in parts_of(value) or ():
             yield from tensors_of(part, seen)
-    elif not isinstance(value, (type, ModuleType)) and id(value) not in seen:
+    elif not isinstance(value, (str, float, type, ModuleType)) and id(value) not in seen:
         seen.add(id(value))
-        inside = [parts_of(value), attributes_of(value)]
+        parts = parts_of(value)
+        inside = attributes_of(value) if parts is None else parts
         yield from (each for each in tensors_of(inside, seen) if each.requires_grad)
 
 

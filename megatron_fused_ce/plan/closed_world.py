@@ -156,7 +156,11 @@ def _plain(value: str) -> str:
 
 
 def stated(words: Sequence[str]) -> dict[str, str]:
-    """What a command line states: values by destination, or by the option where it is none of Megatron's."""
+    """What a command line states: values by destination, or by the option where it is none of Megatron's.
+
+    Raises:
+        ValueError: an argument of effect has a place that its author left open, such as <SIZE>.
+    """
     found = {}
     starts = [place for place, word in enumerate(words) if word.startswith("--")]
     for place, end in zip(starts, [*starts[1:], len(words)], strict=False):
@@ -167,17 +171,11 @@ def stated(words: Sequence[str]) -> dict[str, str]:
             value = " ".join(words[place + 1 : place + 2 if kind == "v" and place + 1 < end else end])
         if kind in ("T", "F", "B"):
             value = str(kind == "T" or (kind == "B" and not option.startswith("--no-")))
+        matters = argument and argument.which.split()[0] in ("counted", "where", "as")
+        if matters and re.fullmatch(r"<[^<>]*>", value):
+            raise ValueError(f"{option} is {value}, a place to fill: give {option}")
         found[argument.name if argument else option] = value
     return found
-
-
-def ask_for_places(words: Sequence[str]) -> None:
-    """``ValueError`` where an argument of effect has a place that its author left open, such as <SIZE>."""
-    for name, value in stated(words).items():
-        known = arguments().get(name)
-        matters = known and known.which.split()[0] in ("counted", "where", "as")
-        if known and matters and re.fullmatch(r"<[^<>]*>", value):
-            raise ValueError(f"{known.option} is {value}, a place to fill: give {known.option}")
 
 
 def harmless(words: Sequence[str]) -> bool:
@@ -203,8 +201,10 @@ def judge(launch: TrainingLaunch, given: Any, known: Collection[str]) -> Judged:
     for name, value in values.items():
         argument = arguments().get(name)
         if argument is None:
+            near = difflib.get_close_matches(name, [*_by_option(), *known], 1, 0.85)
+            hint = f" (did you mean {near[0]}?)" if near and name.startswith("--") else ""
             if name not in known:
-                uncounted[name] = _foreign(name, known)
+                uncounted[name] = f"{name} is none of Megatron's arguments{hint}"
             continue
         option, plain = argument.option, _plain(value)
         which, _, rest = argument.which.partition(" ")
@@ -301,12 +301,6 @@ def _why_no_effect(values: Mapping[str, str], given: Any, hybrid: bool) -> str:
         **dict.fromkeys(("modelopt_enabled", "export_kd_teacher_load"), "export_kd_teacher_load" in stated),
     }
     return next((BY_ARGUMENT[name].format(dtype) for name in stated if not spared.get(name)), "")
-
-
-def _foreign(name: str, known: Collection[str]) -> str:
-    options = [*_by_option(), *known]
-    near = difflib.get_close_matches(name, options, 1, 0.85) if name.startswith("--") else []
-    return f"{name} is none of Megatron's arguments" + (f" (did you mean {near[0]}?)" if near else "")
 
 
 def _of_environment(values: Mapping[str, str], given: Any) -> dict[str, str]:

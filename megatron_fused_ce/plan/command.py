@@ -130,7 +130,7 @@ def plan_of(words: Sequence[str]) -> Result:
     launch = _launch(first, words, own._actions)
     is_read = bool(first.from_launch or first.from_log)
     before = list(launch.arguments if is_read else megatron_arguments.USUAL)
-    closed_world.ask_for_places(launch.arguments)
+    stated = launch.logged or closed_world.stated(launch.arguments)
     if first.model:
         first.model = known_name(first.model)
         before += MODELS[first.model].arguments.split()
@@ -138,7 +138,7 @@ def plan_of(words: Sequence[str]) -> Result:
     known, _ = own.parse_known_args(before)
     as_launched = {name: value for name, value in vars(known).items() if value is not None}
     given = _parsed(words, known)
-    given.tokenizer = (launch.logged or closed_world.stated(launch.arguments)).get("tokenizer_model", "")
+    given.tokenizer = stated.get("tokenizer_model", "")
     same = all(vars(given)[name] == value for name, value in as_launched.items())
     launch = replace(launch, as_logged=same and given.gpus in (None, launch.gpus))
     ours = {name for action in own._actions for name in (action.dest, *action.option_strings)}

@@ -80,7 +80,8 @@ def _moments(setting: Setting, stage: Stage, head: HeadMemory) -> Iterator[Momen
         "measured beside the plan": setting.beside,
     }
     if stage.last:
-        norm = activations.final_norm()
+        # The final norm's input and output, for each use of the head.
+        norm = round(2 * activations.row * (1 + setting.model.mtp_num_layers) * setting.num_tokens)
         at_head = {"activations": activations.waiting(), "final norm": norm, "head": head.peak}
         yield Moment("head", stage.index, held | at_head)
     workspaces = {"cuBLAS workspaces": head.workspaces if stage.last else 0}
@@ -108,10 +109,6 @@ class Activations:
     def waiting(self) -> int:
         """Bytes kept by all layers when the last forward is done; a layout may end with an empty chunk."""
         return self._bytes(self._other_chunks() + (sum(self.kept) if self.ends_full else 0))
-
-    def final_norm(self) -> int:
-        """Bytes of the final norm's input and output, for each use of the head."""
-        return self._bytes(2 * self.row * (1 + self.setting.model.mtp_num_layers))
 
     def worst_backward(self) -> dict[str, int]:
         """The layer at whose backward most bytes are held; the layers before it still keep theirs."""

@@ -18,6 +18,7 @@ import tree_sitter_bash
 from tree_sitter import Language, Node, Parser
 
 from megatron_fused_ce.plan import shell_words
+from megatron_fused_ce.plan.closed_world import harmless
 from megatron_fused_ce.plan.shell_words import (
     REDIRECTS,
     SHELLS,
@@ -60,22 +61,14 @@ class Command(NamedTuple):
 class Reader(shell_words.Words):
     """Follows scripts, and collects the commands that run or may run."""
 
-    def __init__(
-        self,
-        given: Mapping[str, str],
-        folder: Path | None,
-        values: Mapping[str, str],
-        harmless: Callable[[Sequence[str]], bool] = lambda words: False,
-    ) -> None:
-        """``harmless`` words of a command line change nothing that is asked."""
+    def __init__(self, given: Mapping[str, str], folder: Path | None, values: Mapping[str, str]) -> None:
         super().__init__(given, values)
-        self.folder, self.harmless = folder, harmless
+        self.folder = folder
         self.found: list[Command] = []
         self.names: set[str] = set()  # of every variable
         self.notes: list[str] = []  # sentences about what was not followed
-        self.doubts: dict[
-            str, str
-        ] = {}  # files that are read and that the script changed before, with a clause
+        #: files that are read and that the script changed before, with a clause
+        self.doubts: dict[str, str] = {}
         self._written: set[str] = set()
         self._functions: dict[str, Node] = {}
         self._locals: dict[str, Value | None] | None = None  # values to restore behind the function
@@ -169,7 +162,14 @@ class Reader(shell_words.Words):
             case "variable_assignment":
                 self.assign(node)
             case "declaration_command":
-                self._declare(node)
+                for part in parts:
+                    assigns = part.type == "variable_assignment"
+                    name = source(part.named_children[0] if assigns else part)
+                    if node.children[0].type == "local" and self._locals is not None:
+                        self._locals.setdefault(name, self.values.get(name))
+                        self.values[name] = ""
+                    if assigns:
+                        self.assign(part)
             case "unset_command":
                 for part in parts:
                     self.values.pop(source(part), None)
@@ -224,7 +224,7 @@ class Reader(shell_words.Words):
     def _same(self, least: Value, value: Value | None) -> bool:
         words, more = (one.split() if isinstance(one, str) else one or [] for one in (least, value))
         longer = type(least) is type(value) and more[: len(words)] == words and len(more) > len(words)
-        return value == least or (longer and self.harmless(more[len(words) :]))
+        return value == least or (longer and harmless(more[len(words) :]))
 
     def _clauses(self, node: Node) -> list[Choice]:
         """``if`` and each ``elif``; ``else`` has no condition."""
@@ -271,16 +271,6 @@ class Reader(shell_words.Words):
         return ""
 
     # --- commands ----------------------------------------------------------------------------
-
-    def _declare(self, node: Node) -> None:
-        for part in node.named_children:
-            assigns = part.type == "variable_assignment"
-            name = source(part.named_children[0] if assigns else part)
-            if node.children[0].type == "local" and self._locals is not None:
-                self._locals.setdefault(name, self.values.get(name))
-                self.values[name] = ""
-            if assigns:
-                self.assign(part)
 
     def _command(self, node: Node) -> Truth:
         """``node`` with its redirections; tree-sitter takes words behind one's target for more targets."""

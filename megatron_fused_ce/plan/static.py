@@ -57,8 +57,9 @@ def stage_weights(setting: Setting, stage: Stage) -> Counter[Weight]:
         found[Weight((model.norm_size,))] += 1
         # Tied weights: the last stage has a copy. And the embedding, for predicted tokens.
         found[table] += (not model.tied or not stage.first) + (predicts > 0 and not stage.first)
-    for _ in range(predicts):
-        found.update(blocks.prediction_weights(model))
+    if predicts:  # beside a depth's layer: the product of both inputs, three norms
+        found[Weight((model.hidden_size, 2 * model.hidden_size), divided=True)] += predicts
+        found[Weight((model.norm_size,))] += 3 * predicts
     letters = "".join("".join(chunk) for chunk in stage.chunks) + predicts * blocks.prediction_layer(model)
     for letter, times in Counter(letters).items():
         for weight in kinds[letter].weights:
