@@ -25,7 +25,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -43,13 +43,6 @@ def flash_attention(given: Any) -> bool:
     return (engine or given.use_flash_attn) and given.attention_backend not in ("unfused", "local")
 
 
-def _fuses_softmax(given: Any) -> bool:
-    """Whether Megatron's own attention takes its kernel (core/fusions/fused_softmax.py), softmax in fp32."""
-    rows = given.num_attention_heads // given.tensor_model_parallel_size * given.micro_batch_size
-    fits = 16 < given.seq_length <= 16384 and given.seq_length % 4 == 0 == rows % 4
-    return bool(given.transformer_impl == "local" and (given.bf16 or given.fp16) and fits)
-
-
 FILE = Path(__file__).with_name("arguments.tsv")
 #: Programs that train what a plan counts.
 PROGRAMS = ("pretrain_gpt.py", "pretrain_mamba.py", "pretrain_hybrid.py")
@@ -57,7 +50,14 @@ PROGRAMS = ("pretrain_gpt.py", "pretrain_mamba.py", "pretrain_hybrid.py")
 CONDITIONS: dict[str, Callable[[Any], bool]] = {
     "engine": lambda given: given.transformer_impl == "transformer_engine",
     "flash": flash_attention,
-    "fused softmax": _fuses_softmax,
+    # Megatron's own attention takes its kernel (core/fusions/fused_softmax.py), softmax in fp32.
+    "fused softmax": lambda given: (
+        given.transformer_impl == "local"
+        and (given.bf16 or given.fp16)
+        and 16 < given.seq_length <= 16384
+        and given.seq_length % 4 == 0
+        and given.num_attention_heads // given.tensor_model_parallel_size * given.micro_batch_size % 4 == 0
+    ),
     "gated": lambda given: given.swiglu,
     "not gated": lambda given: not given.swiglu,
     "no bias": lambda given: not given.add_bias_linear,
@@ -87,25 +87,15 @@ _BIT_NAMES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 _HARMLESS = re.compile("NVTE_(ALLOW_NONDETERMINISTIC_ALGO|(FWD|BWD)_LAYERNORM_SM_MARGIN|DEBUG.*)")
 
 
-@dataclass(frozen=True)
-class Argument:
+class Argument(NamedTuple):
     """One line of the file."""
 
-    name: str
+    option: str  # the first of its options, or its name
     #: kinds of action: T and F set true and false, B either, v takes a value, * several
     options: Mapping[str, str]
     defaults: tuple[str, ...]  # of each version; "." where it has no such argument
     which: str
     why: str
-
-    @property
-    def default(self) -> str:
-        """Of the newest version that has the argument."""
-        return next(value for value in reversed(self.defaults) if value != ".")
-
-    @property
-    def option(self) -> str:
-        return next(iter(self.options), self.name)
 
 
 class Judged(NamedTuple):
@@ -136,13 +126,13 @@ def arguments() -> dict[str, Argument]:
         for default in defaults.split(";"):
             each.append(each[-1] if default == '"' else default)
         each += [each[-1]] * (len(versions()) - len(each))
-        found[name] = Argument(name, options, tuple(each), which, why)
+        found[name] = Argument(next(iter(options), name), options, tuple(each), which, why)
     return found
 
 
 @cache
-def _by_option() -> dict[str, Argument]:
-    return {option: argument for argument in arguments().values() for option in argument.options}
+def _by_option() -> dict[str, str]:
+    return {option: name for name, argument in arguments().items() for option in argument.options}
 
 
 def _plain(value: str) -> str:
@@ -165,8 +155,9 @@ def stated(words: Sequence[str]) -> dict[str, str]:
     starts = [place for place, word in enumerate(words) if word.startswith("--")]
     for place, end in zip(starts, [*starts[1:], len(words)], strict=False):
         option, equals, value = words[place].partition("=")
-        argument = _by_option().get(option)
-        kind = argument.options[option] if argument else "*"
+        name = _by_option().get(option, option)
+        argument = arguments().get(name)
+        kind = argument.options.get(option, "*") if argument else "*"
         if not equals:
             value = " ".join(words[place + 1 : place + 2 if kind == "v" and place + 1 < end else end])
         if kind in ("T", "F", "B"):
@@ -174,7 +165,7 @@ def stated(words: Sequence[str]) -> dict[str, str]:
         matters = argument and argument.which.split()[0] in ("counted", "where", "as")
         if matters and re.fullmatch(r"<[^<>]*>", value):
             raise ValueError(f"{option} is {value}, a place to fill: give {option}")
-        found[argument.name if argument else option] = value
+        found[name] = value
     return found
 
 
@@ -254,36 +245,26 @@ def _values_beyond(given: Any, program: str) -> dict[str, str]:
     letters = set(given.hybrid_layer_pattern or "") - set(LETTERS) - set("|/")
     modules = set(given.recompute_modules or ()) - set(RECOMPUTE_MODULES)
     width = given.kv_channels or (given.hidden_size or 0) // (given.num_attention_heads or 1)
-    flash = flash_attention(given)
+    flash, half = flash_attention(given), given.bf16 or given.fp16
     linear = given.cross_entropy_fusion_impl == "linear" and given.cross_entropy_loss_fusion
-    cases = (
-        ("--hybrid-layer-pattern", letters, f"layers of kind {' '.join(sorted(letters))} are not counted"),
-        ("--recompute-modules", modules, f"recomputing {' '.join(sorted(modules))} is not counted"),
-        (
-            *("--bf16", flash and not (given.bf16 or given.fp16)),
-            "attention in fp32, which flash attention does not serve, is not counted",
-        ),
-        (
-            *("--kv-channels", flash and width > LARGEST_FLASH_HEAD),
-            f"heads of {width}, which flash attention may not serve, are not counted",
-        ),
-        (
-            *("--cross-entropy-fusion-impl", linear and not given.fused_chunked_ce),
-            "linear, a loss of Megatron's dev branch, which the flag replaces, is not counted",
-        ),
-        (
-            *(
-                "--pipeline-model-parallel-layout",
-                re.search(r"m.*\|", given.pipeline_model_parallel_layout or ""),
-            ),
-            "prediction before the last stage is not counted",
-        ),
-        (
-            *("--hybrid-layer-pattern", program == "pretrain_gpt.py" and is_hybrid(given, "")),
-            "a hybrid by pretrain_gpt.py is not counted",
-        ),
-    )
-    return {name: clause for name, holds, clause in cases if holds}
+    early = re.search(r"m.*\|", given.pipeline_model_parallel_layout or "")
+    hybrid = program == "pretrain_gpt.py" and is_hybrid(given, "")
+    found = {
+        "--hybrid-layer-pattern": (letters and f"layers of kind {' '.join(sorted(letters))} are not counted")
+        or (hybrid and "a hybrid by pretrain_gpt.py is not counted"),
+        "--recompute-modules": modules and f"recomputing {' '.join(sorted(modules))} is not counted",
+        "--bf16": flash
+        and not half
+        and "attention in fp32, which is not for flash attention, is not counted",
+        "--kv-channels": flash
+        and width > LARGEST_FLASH_HEAD
+        and f"heads of {width}, which flash attention may not serve, are not counted",
+        "--cross-entropy-fusion-impl": linear
+        and not given.fused_chunked_ce
+        and "linear, a loss of Megatron's dev branch, which the flag replaces, is not counted",
+        "--pipeline-model-parallel-layout": early and "prediction before the last stage is not counted",
+    }
+    return {name: str(clause) for name, clause in found.items() if clause}
 
 
 def _why_no_effect(values: Mapping[str, str], given: Any, hybrid: bool) -> str:

@@ -14,8 +14,7 @@ from pathlib import Path
 from megatron_fused_ce.adapter.arguments import add_arguments
 from megatron_fused_ce.cli.command_line import Parser, UsageError, command, number, read_text, whole
 from megatron_fused_ce.plan import closed_world, launch_script, megatron_arguments, megatron_log, report
-from megatron_fused_ce.plan.advice import Gpu, advise
-from megatron_fused_ce.plan.answer import GIB, OFF, Result
+from megatron_fused_ce.plan.answer import GIB, OFF, Gpu, Result, advise
 from megatron_fused_ce.plan.heads import STOCK_PATHS
 from megatron_fused_ce.plan.launch_script import TrainingLaunch
 from megatron_fused_ce.plan.named_models import MODELS, known_name

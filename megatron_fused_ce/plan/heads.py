@@ -12,8 +12,8 @@ from dataclasses import dataclass, fields, replace
 
 from megatron_fused_ce.adapter.arguments import FLAG
 from megatron_fused_ce.config import FusedCEConfig
+from megatron_fused_ce.plan.peaks import CUBLAS_WORKSPACE
 from megatron_fused_ce.plan.setting import Setting
-from megatron_fused_ce.plan.static import CUBLAS_WORKSPACE
 from megatron_fused_ce.planner.choose import OverBudget, in_forward, plan
 from megatron_fused_ce.planner.memory import MIB, STOCK_BYTES_WAITING, PlanInputs, stock_bytes_per_logit
 

@@ -65,7 +65,8 @@ def add_megatron_arguments(parser: argparse.ArgumentParser) -> None:
             group.add_argument(*flags, dest=name, nargs="*")
         else:
             # Megatron makes a micro-batch's of others; here it has one.
-            default = "1" if name == "micro_batch_size" else known.default.removeprefix("AttnBackend.")
+            default = next(value for value in reversed(known.defaults) if value != ".")
+            default = "1" if name == "micro_batch_size" else default.removeprefix("AttnBackend.")
             choices = known.why.split()[2:] if known.why.startswith("one of ") else None
             group.add_argument(
                 *flags, dest=name, metavar=None if choices else "X", choices=choices, type=_type(known.why),
@@ -157,17 +158,16 @@ def setting_of(given: argparse.Namespace, gpus: int | None = None, program: str 
 
 def _needed(given: argparse.Namespace, name: str) -> int:
     value: int | None = getattr(given, name)
-    if value is None and name == "vocab_size" and (size := vocabulary_of(getattr(given, "tokenizer", ""))):
-        raise ValueError(
-            f"--vocab-size is missing: give --vocab-size {size} beside the launch, as {given.tokenizer} has"
-        )
-    if value is None:
-        # No model has a length of its own, and beside a log or a launch none can be named.
-        is_read = getattr(given, "from_log", None) or getattr(given, "from_launch", None)
-        named = ", or --model NAME, --from-log FILE or --from-launch FILE" * (name != "seq_length")
-        where = " beside the launch" if is_read else named
-        raise ValueError(f"--{name.replace('_', '-')} is missing: give it{where}")
-    return value
+    if value is not None:
+        return value
+    size = vocabulary_of(getattr(given, "tokenizer", "")) if name == "vocab_size" else None
+    option, where = f"--{name.replace('_', '-')}", ", or --model NAME, --from-log FILE or --from-launch FILE"
+    if getattr(given, "from_log", None) or getattr(given, "from_launch", None):
+        where = " beside the launch"
+    elif name == "seq_length":  # no model has a length of its own
+        where = ""
+    known = f"{option} {size}{where}, as {given.tokenizer} has" if size else f"it{where}"
+    raise ValueError(f"{option} is missing: give {known}")
 
 
 def _model(given: argparse.Namespace, hybrid: bool) -> DecoderSizes:

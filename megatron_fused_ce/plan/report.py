@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_fused_ce.adapter.arguments import FLAG
 from megatron_fused_ce.plan.answer import LOSSES, Result, gib, sentences
-from megatron_fused_ce.plan.peaks import Estimate
-from megatron_fused_ce.plan.static import parameters
+from megatron_fused_ce.plan.peaks import Estimate, parameters
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -16,7 +16,7 @@ import pytest
 
 import megatron_fused_ce
 from megatron_fused_ce import __main__ as package_command
-from megatron_fused_ce.plan import advice, closed_world, command, heads, report, static
+from megatron_fused_ce.plan import answer, closed_world, command, heads, peaks, report
 from megatron_fused_ce.plan.answer import sentences
 from megatron_fused_ce.plan.command import plan_of, setting_of
 from megatron_fused_ce.plan.named_models import MODELS
@@ -44,7 +44,7 @@ def test_the_examples_can_be_planned_and_have_the_models_size(example):
     assert (parallel.gpus, parallel.data) == (known["gpus"], known["data_parallel"])
     if known["billions"]:
         alone = replace(found.setting, vocab_divisor=1)
-        assert static.parameters(alone) / 1e9 == pytest.approx(known["billions"], rel=1e-3)
+        assert peaks.parameters(alone) / 1e9 == pytest.approx(known["billions"], rel=1e-3)
     assert found.advice.recommended.verdict == "fits"
 
 
@@ -113,7 +113,7 @@ def test_arguments_become_sizes():
 def test_a_layout_of_the_stages(layout, stages, layers):
     words = ["--num-layers", str(sum(map(sum, layers))), "--pp", str(stages), "--mtp-num-layers", "1"]
     words += ["--pipeline-model-parallel-layout", layout]
-    found = static.stages(tiny(*words))
+    found = peaks.stages(tiny(*words))
     assert [[len(chunk) for chunk in stage.chunks] for stage in found] == layers
     # A stage without layers, or without its last ones, can be planned.
     plan_of([*shlex.split(TINY), *words])
@@ -241,7 +241,7 @@ def test_the_heads_two_numbers_come_first_by_hand():
         "--num-layers 2 --hidden-size 4096 --num-attention-heads 32 --vocab-size 128256 --seq-length 131072"
     )
     found = plan_of(["--from-launch", f"pretrain_gpt.py {words} --bf16 --my-own 1", "--gpus", "1"])
-    before = (6 * 131072 * 128256 + 2 * static.CUBLAS_WORKSPACE) / 2**30
+    before = (6 * 131072 * 128256 + 2 * peaks.CUBLAS_WORKSPACE) / 2**30
     head = functools.partial(
         heads.plugin_head, found.setting, found.advice.gpu.device, "auto", exp_serves=True
     )
@@ -272,7 +272,7 @@ def test_a_mask_that_is_reset_is_bounded():
     found = plan_of(launch)
     low, high = found.advice.baseline.peak, found.most.baseline.peak
     assert high - low == 32768**2 and not found.doubts
-    room = advice.TIGHT * found.advice.baseline.head.largest
+    room = answer.TIGHT * found.advice.baseline.head.largest
     between = ((low + high) / 2 + room) / 2**30 + command.OVERHEAD_GIB
     (doubt,) = plan_of([*launch, "--gpu-memory", f"{between}"]).doubts
     assert doubt.startswith("--reset-attention-mask may take it from")
@@ -354,7 +354,7 @@ def test_a_model_that_cannot_be_planned_has_a_head():
 
 
 def test_a_quick_geglu_is_a_gate_and_learned_positions_can_be_none():
-    sizes = [static.parameters(tiny(gate)) for gate in ("--quick-geglu", "--swiglu")]
+    sizes = [peaks.parameters(tiny(gate)) for gate in ("--quick-geglu", "--swiglu")]
     assert sizes[0] - sizes[1] == 2 * 3 * 64 * (256 - 128) + 2 * 2 * (256 - 128)  # F of its own, biases
     words = ("--no-position-embedding",), ("--position-embedding-type", "rope")
     assert [tiny(*more).model.learned_positions for more in ((), *words)] == [128, 0, 0]
@@ -504,8 +504,8 @@ def test_what_a_script_lacks_is_asked_for_and_what_it_has_not_is_an_error(tmp_pa
     assert "--set NOPE: the script has no such variable; there are S, SIZE" in capsys.readouterr().err
     assert command.main(plan) == 2
     assert f"{script}: no value is known for S: give --set S=VALUE" in capsys.readouterr().err
-    for answer in (["--set", "S=64"], ["--seq-length", "64"]):
-        assert setting_of([*plan, *answer]).training.sequence == 64
+    for given in (["--set", "S=64"], ["--seq-length", "64"]):
+        assert setting_of([*plan, *given]).training.sequence == 64
     # Two that are given otherwise, at the end.
     last = tmp_path / "last.sh"
     last.write_text(f"python pretrain_gpt.py {TINY} --micro-batch-size=$(cat b) --seq-length $(cat seq)\n")

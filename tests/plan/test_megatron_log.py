@@ -15,7 +15,7 @@ import pytest
 from megatron_fused_ce.plan import closed_world, command, megatron_log
 from megatron_fused_ce.plan.answer import sentences
 from megatron_fused_ce.plan.command import plan_of, setting_of
-from megatron_fused_ce.plan.static import counts, stages, static
+from megatron_fused_ce.plan.peaks import counts, stages, static
 from tests.support.checkouts import on_checkouts
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_fused_ce.plan import answer, command, report
-from megatron_fused_ce.plan.advice import DECISIONS, WORTH
-from megatron_fused_ce.plan.answer import SENTENCES, sentences
+from megatron_fused_ce.plan.answer import DECISIONS, SENTENCES, WORTH, sentences
 from megatron_fused_ce.plan.command import plan_of
 from megatron_fused_ce.plan.named_models import MODELS
 
