@@ -241,7 +241,7 @@ def gib(num_bytes: float) -> str:
 
 def sentences(result: Result, explain: bool = False) -> list[Said]:
     """All that hold, the answer first."""
-    return [_answer(result), *_short(result), *(_why(result) if explain else ())]
+    return [_answer(result), *_behind_it(result, explain)]
 
 
 def _answer(result: Result) -> Said:
@@ -261,7 +261,7 @@ def _answer(result: Result) -> Said:
     return Said(said.name, DIED + said.text) if result.launch.out_of_memory else said
 
 
-def _short(result: Result) -> Iterator[Said]:
+def _behind_it(result: Result, explain: bool) -> Iterator[Said]:
     setting, advice, launch, parallel = result.setting, result.advice, result.launch, result.setting.parallel
     judged, after = result.judged, advice.recommended
     sizes = {"TP": parallel.tensor, "PP": parallel.pipeline, "CP": parallel.context, "EP": parallel.expert}
@@ -303,12 +303,10 @@ def _short(result: Result) -> Iterator[Said]:
     head = after.head
     if head.missed_budget:
         yield say("budget", budget=head.missed_budget, least=-(-head.predicted // MIB))
-
-
-def _why(result: Result) -> Iterator[Said]:
-    setting = result.setting
-    if not result.judged.no_effect:
-        yield say("how", words=result.advice.recommended.head.words)
+    if not explain:
+        return
+    if not judged.no_effect:
+        yield say("how", words=head.words)
     yield say(
         "batch", micro=setting.training.micro_batch, tokens=setting.num_tokens, rows=setting.vocab_rows,
         vocab=setting.padded_vocab_size,

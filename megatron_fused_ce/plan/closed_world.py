@@ -255,7 +255,7 @@ def _values_beyond(given: Any, program: str) -> dict[str, str]:
         "--recompute-modules": modules and f"recomputing {' '.join(sorted(modules))} is not counted",
         "--bf16": flash
         and not half
-        and "attention in fp32, which is not for flash attention, is not counted",
+        and "attention in fp32, which flash attention does not serve, is not counted",
         "--kv-channels": flash
         and width > LARGEST_FLASH_HEAD
         and f"heads of {width}, which flash attention may not serve, are not counted",
