@@ -161,12 +161,7 @@ def of_script(
     left = [readable(word) for index, word in enumerate(command.words) if index not in dropped]
     launch = _launch(left, place, slurm, count_gpus)
     texts = {name: readable(value) for name, value in command.values.items() if isinstance(value, str)}
-    return replace(
-        launch,
-        notes=(*reader.notes, *notes),
-        environment={**texts, **launch.environment},
-        doubts={**launch.doubts, **reader.doubts},
-    )
+    return replace(launch, notes=(*reader.notes, *notes), environment={**texts, **launch.environment})
 
 
 def _the_launch(found: Sequence[Command], known: Collection[str]) -> tuple[Command, int]:

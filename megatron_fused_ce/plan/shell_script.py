@@ -44,8 +44,6 @@ _TAKES_A_WORD = re.compile(
 #: Commands that are taken to end well, and have no part in a launch; and those that read into variables.
 _QUIET = ("echo", "printf", "cd", "mkdir", "true", ":", "pushd", "popd", "module", "ulimit", "shopt")
 _READERS = ("read", "mapfile", "readarray", "getopts", "let")
-#: Commands that change files that they name; some only when told so.
-_WRITERS, _IN_PLACE = ("tee", "cp", "mv", "patch", "sed", "perl"), re.compile(r"-\w*i.*|--in-place.*")
 #: Functions and scripts within each other, and steps, at most.
 _DEEPEST, _MOST_STEPS = 20, 10**5
 
@@ -67,9 +65,6 @@ class Reader(shell_words.Words):
         self.found: list[Command] = []
         self.names: set[str] = set()  # of every variable
         self.notes: list[str] = []  # sentences about what was not followed
-        #: files that are read and that the script changed before, with a clause
-        self.doubts: dict[str, str] = {}
-        self._written: set[str] = set()
         self._functions: dict[str, Node] = {}
         self._locals: dict[str, Value | None] | None = None  # values to restore behind the function
         self._leaves = ""  # by exit, return, break or continue, until the function or loop is left
@@ -285,8 +280,6 @@ class Reader(shell_words.Words):
                 before.append(part)
             elif part.type in REDIRECTS:
                 targets = part.children_by_field_name("destination")
-                if any(">" in sign.type for sign in part.children):
-                    self._written |= {self.text(one).rpartition("/")[2] for one in targets[:1]}
                 behind = targets[1:] + part.children_by_field_name("argument")
                 words += [word for one in behind for word in self.fields(one)]
                 if words[:1] == ["read"] and "-d" in words and part.type == "heredoc_redirect":
@@ -321,7 +314,12 @@ class Reader(shell_words.Words):
             case "test":
                 return self.read(f"[ {shlex.join(others)} ]")
             case "source" | ".":
-                return self._source(readable(" ".join(others[:1])).rpartition("/")[2])
+                # A script of the same folder, whatever the path to it is made of.
+                file = readable(" ".join(others[:1])).rpartition("/")[2]
+                if self.folder and file and (self.folder / file).is_file():
+                    return self.read((self.folder / file).read_text())
+                self.notes.append(f"{file} is not in the script's folder: what it sets is not seen.")
+                return ""
             case "set":
                 if "--" in others or (others[:1] and others[0][0] not in "-+"):
                     self.values["@"] = others[others.index("--") + 1 :] if "--" in others else others
@@ -336,18 +334,7 @@ class Reader(shell_words.Words):
             names = [match[0] for word in others if (match := shell_words.NAME.match(word))]
             self.values |= {name: unknown(name) for name in names}
             return ""
-        if name in _WRITERS and (name not in ("sed", "perl") or any(map(_IN_PLACE.fullmatch, others))):
-            self._written |= {word.rpartition("/")[2] for word in others}
         return self._apart(lambda: self._process(words, before, text))
-
-    def _source(self, file: str) -> Truth:
-        """A script of the same folder, whatever the path to it is made of."""
-        if file in self._written:
-            self.doubts[file] = f"{file}, which the script changes before it reads it, is not counted"
-        if self.folder and file and (self.folder / file).is_file():
-            return self.read((self.folder / file).read_text())
-        self.notes.append(f"{file} is not in the script's folder: what it sets is not seen.")
-        return ""
 
     def _process(self, words: list[str], before: Sequence[Node], text: str) -> Truth:
         """A command that is no part of bash; a script within it is followed, behind the words before it."""

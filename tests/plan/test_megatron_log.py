@@ -130,9 +130,7 @@ def test_which_block_and_what_was_measured(tmp_path):
     log = first + BLOCK + VOCABULARY + PEAK.format(0, "1024.25") + PEAK.format(4, "2048.00")
     launch = megatron_log.of_log(log, ACTIONS)
     line = first.count("\n") + 1
-    assert launch.notes == (
-        f"The log has 2 blocks of arguments: the one from line {line}, the last.",
-    )
+    assert launch.notes == (f"The log has 2 blocks of arguments: the one from line {line}, the last.",)
     assert (launch.measured_bytes, launch.out_of_memory) == (2 * 2**30, False)
     launch = megatron_log.of_log(BLOCK + VOCABULARY + OUT_OF_MEMORY + CUT, ACTIONS)
     assert (launch.measured_bytes, launch.out_of_memory) == (None, True)
