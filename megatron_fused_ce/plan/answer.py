@@ -45,11 +45,6 @@ class Gpu:
         return self.capacity - self.overhead
 
 
-#: What to do with the flag: use it; use it, since nothing fits without it; as you like; leave it out; neither
-#: helps.
-DECISIONS = ("use", "needed", "either", "leave out", "does not fit")
-
-
 @dataclass(frozen=True)
 class Advice:
     """All ways of computing the loss, which one the launch uses without the flag, and the flags to add."""
@@ -70,7 +65,7 @@ class Advice:
 
     @property
     def decision(self) -> str:
-        """One of :data:`DECISIONS`."""
+        """What to do with the flag: one of the first of :data:`SENTENCES`."""
         before, after = self.baseline.verdict == "fits", self.recommended.verdict == "fits"
         if not before:
             return "needed" if after else "does not fit"

@@ -191,13 +191,9 @@ def _parsed(words: Sequence[str], before: argparse.Namespace | None = None) -> a
     joined = re.sub(r"(^|\0)--ignore\0", r"\1--ignore=", "\0".join(words)).split("\0") if words else []
     parser = _parser(own=True)
     given, others = parser.parse_known_args(joined, before)
-    if others and (given.from_launch or given.from_log):
-        parser.error(
-            f"{others[0]} is no argument of plan, nor one that it counts: what a launch has belongs in it, "
-            "in quotes or in its script"
-        )
     if others:
-        parser.error(f"unrecognized arguments: {' '.join(others)}")
+        hint = ": what a launch has belongs in it, in quotes or in its script" * bool(given.from_launch)
+        parser.error(f"{others[0]} is no argument of plan, nor one that it counts{hint}")
     given.script_words, given.tokenizer = [], ""
     # A script with words of its own, and no wrapper of a command.
     if script := re.fullmatch(
@@ -226,19 +222,18 @@ def _launch(
         if given.set:
             raise UsageError("--set is for the variables of a script; arguments in quotes have none")
         return launch_script.of_string(file, known, given.gpus is None)
+    if not (file or given.from_log):
+        return TrainingLaunch((), None)
+    read = Path(file or given.from_log)
+    text = read_text(read, MOST_SCRIPT_BYTES if file else MOST_LOG_BYTES, "strict" if file else "replace")
+    named = {word.partition("=")[0] for word in words}
+    answered = {name for names in options if named & set(names) for name in names}
+    values = dict(assignment.split("=", 1) for assignment in given.set)
     try:
         if given.from_log:
-            return megatron_log.of_log(read_text(given.from_log, MOST_LOG_BYTES, errors="replace"), actions)
-        if not file:
-            return TrainingLaunch((), None)
-        named = {word.partition("=")[0] for word in words}
-        answered = {name for names in options if named & set(names) for name in names}
-        values = dict(assignment.split("=", 1) for assignment in given.set)
-        script = read_text(Path(file), MOST_SCRIPT_BYTES)
+            return megatron_log.of_log(text, actions)
         return launch_script.of_script(
-            script, values, known, answered, Path(file).parent, given.gpus is None, given.script_words
+            text, values, known, answered, read.parent, given.gpus is None, given.script_words
         )
-    except UsageError:
-        raise
     except ValueError as error:
-        raise ValueError(f"{file or given.from_log}: {error}") from None
+        raise ValueError(f"{read}: {error}") from None

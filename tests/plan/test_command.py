@@ -463,7 +463,7 @@ NO_VOCABULARY = TINY.replace("--vocab-size 256 ", "")
         ("", "--hidden-size is missing: give it, or --model NAME, --from-log FILE or --from-launch FILE"),
         ("--from-launch nowhere.sh", "nowhere.sh: No such file"),
         (f"{MODEL} --from-launch '{TINY}'", "not allowed with argument"),
-        (f"{MODEL} --hiden-size 3", "unrecognized arguments: --hiden-size"),
+        (f"{MODEL} --hiden-size 3", "--hiden-size is no argument of plan, nor one that it counts"),
         (f"--from-launch '{TINY}' --fp8-format hybrid", "--fp8-format is no argument of plan, nor one that"),
         (f"--from-launch '{TINY} --bf16 --hidden-size 66'", "66 cannot be divided by --num"),
         (f"{MODEL} --tp 3 --gpus 3", "32 attention heads cannot be divided over 3 ranks"),
