@@ -217,7 +217,11 @@ def judge(launch: TrainingLaunch, given: Any, known: Collection[str]) -> Judged:
             uncounted[option] = option + UNKNOWN
     if given.num_experts:
         bounded["experts"] = f"the verdict holds for up to {MOST_LOAD} times an even spread of tokens"
-    uncounted |= _values_beyond(given, program) | _of_environment(launch.environment, given) | launch.doubts
+    uncounted |= _values_beyond(given, program) | launch.doubts
+    bits = dict(zip(_BIT_NAMES, _BITS.get(given.attention_backend, "???"), strict=True))
+    for name, value in launch.environment.items():
+        if name.startswith("NVTE_") and not _HARMLESS.fullmatch(name) and value != bits.get(name):
+            uncounted[name] = f"{name}={value} in the environment is not counted"
     uncounted = dict(sorted(uncounted.items(), key=lambda item: not MENDS.search(item[1])))
     if program and program not in PROGRAMS:
         uncounted = {program.removeprefix("-m "): f"what {program} trains is not known"} | uncounted
@@ -282,16 +286,6 @@ def _why_no_effect(values: Mapping[str, str], given: Any, hybrid: bool) -> str:
         **dict.fromkeys(("modelopt_enabled", "export_kd_teacher_load"), "export_kd_teacher_load" in stated),
     }
     return next((BY_ARGUMENT[name].format(dtype) for name in stated if not spared.get(name)), "")
-
-
-def _of_environment(values: Mapping[str, str], given: Any) -> dict[str, str]:
-    """What of Transformer Engine's variables is not counted, and a clause that says so."""
-    bits = dict(zip(_BIT_NAMES, _BITS.get(given.attention_backend, "???"), strict=True))
-    return {
-        name: f"{name}={value} in the environment is not counted"
-        for name, value in values.items()
-        if name.startswith("NVTE_") and not _HARMLESS.fullmatch(name) and value != bits.get(name)
-    }
 
 
 def most(setting: Setting, bounded: Collection[str]) -> Setting:

@@ -52,6 +52,7 @@ BUSIEST = 1.1
 def add_megatron_arguments(parser: argparse.ArgumentParser) -> None:
     """Those that are counted, and what a head's numbers depend on."""
     group = parser.add_argument_group("Megatron's arguments")
+    kinds: dict[str, Any] = {"a share": number(most=1), "layers": _layer_frequency}
     for name, known in arguments().items():
         counted = known.which.split()[:1] == ["counted"] and name != "hybrid_override_pattern"
         if not counted and name not in _OF_THE_HEAD:
@@ -68,8 +69,10 @@ def add_megatron_arguments(parser: argparse.ArgumentParser) -> None:
             default = next(value for value in reversed(known.defaults) if value != ".")
             default = "1" if name == "micro_batch_size" else default.removeprefix("AttnBackend.")
             choices = known.why.split()[2:] if known.why.startswith("one of ") else None
+            bounds = re.fullmatch(r"(\d+) to (\d+)", known.why)
+            kind = whole(int(bounds[1]), int(bounds[2])) if bounds else kinds.get(known.why, str)
             group.add_argument(
-                *flags, dest=name, metavar=None if choices else "X", choices=choices, type=_type(known.why),
+                *flags, dest=name, metavar=None if choices else "X", choices=choices, type=kind,
                 default=None if default == "None" else default,
             )  # fmt: skip
     group.add_argument(
@@ -77,13 +80,6 @@ def add_megatron_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="not Megatron's: norms behind attention and MLP as well (Gemma 2)",
     )
-
-
-def _type(values: str) -> Any:
-    """The type of an argument by the last column of the file."""
-    if bounds := re.fullmatch(r"(\d+) to (\d+)", values):
-        return whole(int(bounds[1]), int(bounds[2]))
-    return {"a share": number(most=1), "layers": _layer_frequency}.get(values, str)
 
 
 def _layout(text: str) -> tuple[int, ...]:

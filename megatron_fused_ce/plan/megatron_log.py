@@ -60,7 +60,13 @@ def of_log(text: str, actions: Sequence[Action]) -> TrainingLaunch:
     if len(runs) > 1:
         which = "the last" if run is runs[-1] else "the last that is whole"
         notes = [f"The log has {len(runs)} blocks of arguments: the one from line {run.begins}, {which}."]
-    values = {**run.values, "vocab_size": run.vocab_size or _vocabulary(run.values)}
+    values = dict(run.values)
+    # Where no tokenizer spoke: a mock tokenizer's size, to which Megatron before 0.18 adds a token.
+    size = run.vocab_size or values["vocab_size"]
+    mock = values.get("tokenizer_type") == "NullTokenizer" and "null_tokenizer_eod_id" not in values
+    if mock and not run.vocab_size and size.isdigit():
+        size = str(int(size) + 1)
+    values["vocab_size"] = values.get("padded_vocab_size", "None") if size == "None" and not mock else size
     if values.get("group_query_attention") != "True":
         values["num_query_groups"] = "None"  # printed, and without effect
     return TrainingLaunch(
@@ -105,14 +111,6 @@ def _why_none(runs: Sequence[_Run], needed: Sequence[str]) -> str:
         return "a launch by --yaml-cfg, whose log has other names, is not read: give Megatron's arguments"
     lost = ", ".join([name for name in needed if name not in run.values][:3]) or "no end"
     return f"the block of arguments from line {run.begins} has lost lines ({lost}): give a log with all of it"
-
-
-def _vocabulary(values: Mapping[str, str]) -> str:
-    """Where no tokenizer spoke: a mock tokenizer's size, to which Megatron before 0.18 adds a token."""
-    size = values.get("vocab_size", "None")
-    if values.get("tokenizer_type") == "NullTokenizer" and "null_tokenizer_eod_id" not in values:
-        return str(int(size) + 1) if size.isdigit() else size
-    return size if size != "None" else values.get("padded_vocab_size", "None")
 
 
 def _words(action: Action, values: Mapping[str, str]) -> list[str]:
