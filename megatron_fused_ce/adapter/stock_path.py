@@ -335,15 +335,8 @@ def refuse_options(config: FusedCEConfig, reason: str) -> None:
     Raises:
         ValueError: names the options, and why the loss is not this package's.
     """
-    if not config.loss_options:
-        return
-    if reason == OF_DISTILLATION:
-        flags = config.loss_options.replace("true_vocab_size", "mask_padded_vocab").split(", ")
-        leave_out = ", ".join(f"--fused-ce-{flag.replace('_', '-')}" for flag in flags)
-        raise ValueError(
-            f"ModelOpt's distillation loss knows no {config.loss_options}: leave {leave_out} out"
-        )
-    raise ValueError(STOPS.format(config.loss_options, reason))
+    if config.loss_options:
+        raise ValueError(STOPS.format(config.loss_options, reason))
 
 
 def refuse_log_probs(config: FusedCEConfig) -> None:

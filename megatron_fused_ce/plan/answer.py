@@ -153,7 +153,6 @@ SENTENCES = {
     "how": "The flag would run as {words}.",
     "batch": "{micro} sequences in a micro-batch; one rank's head: {tokens} tokens × {rows} of {vocab} "
     "vocabulary rows.",
-    "not measured": "Measured in no run or in one, derived from Megatron's code: {kinds}.",
 }
 #: Before the first sentence, where the log says so.
 DIED = "The run ended out of memory. "
@@ -306,5 +305,3 @@ def _behind_it(result: Result, explain: bool) -> Iterator[Said]:
         "batch", micro=setting.training.micro_batch, tokens=setting.num_tokens, rows=setting.vocab_rows,
         vocab=setting.padded_vocab_size,
     )  # fmt: skip
-    if (kinds := setting.not_measured) and not result.alone:
-        yield say("not measured", kinds=", ".join(kinds))

@@ -217,7 +217,7 @@ def judge(launch: TrainingLaunch, given: Any, known: Collection[str]) -> Judged:
             uncounted[option] = option + UNKNOWN
     if given.num_experts:
         bounded["experts"] = f"the verdict holds for up to {MOST_LOAD} times an even spread of tokens"
-    uncounted |= _values_beyond(given, program) | launch.doubts
+    uncounted |= _values_beyond(given, program) | dict(launch.doubts)
     bits = dict(zip(_BIT_NAMES, _BITS.get(given.attention_backend, "???"), strict=True))
     for name, value in launch.environment.items():
         if name.startswith("NVTE_") and not _HARMLESS.fullmatch(name) and value != bits.get(name):

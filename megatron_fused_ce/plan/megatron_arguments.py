@@ -70,9 +70,9 @@ def add_megatron_arguments(parser: argparse.ArgumentParser) -> None:
             default = "1" if name == "micro_batch_size" else default.removeprefix("AttnBackend.")
             choices = known.why.split()[2:] if known.why.startswith("one of ") else None
             bounds = re.fullmatch(r"(\d+) to (\d+)", known.why)
-            kind = whole(int(bounds[1]), int(bounds[2])) if bounds else kinds.get(known.why, str)
+            of = whole(int(bounds[1]), int(bounds[2])) if bounds else kinds.get(known.why, str)
             group.add_argument(
-                *flags, dest=name, metavar=None if choices else "X", choices=choices, type=kind,
+                *flags, dest=name, metavar=None if choices else "X", choices=choices, type=of,
                 default=None if default == "None" else default,
             )  # fmt: skip
     group.add_argument(

@@ -43,7 +43,6 @@ def as_dictionary(result: Result) -> dict[str, Any]:
         "largest_head": advice.largest_head,
         "saved": advice.saved if known else None,
         "notes": result.notes,
-        "not_measured": setting.not_measured if known else None,
     }
 
 

@@ -262,21 +262,3 @@ class Setting:
     def num_tokens(self) -> int:
         """``T``: tokens of a micro-batch seen by the tensor-parallel group."""
         return self.training.sequence * self.training.micro_batch // self.parallel.context
-
-    @property
-    def not_measured(self) -> list[str]:
-        """What no launch was measured with: its bytes are derived from code alone (docs/plan.md)."""
-        model, parallel, training = self.model, self.parallel, self.training
-        kinds = {
-            "experts": model.mixture,
-            "latent attention": model.latent,
-            "Mamba mixers": model.state_space,
-            "learned positions": model.learned_positions,
-            "MLPs without a gate": not model.gated and "-" in (model.pattern or "-"),
-            "norms behind attention and MLP": model.post_norms,
-            training.dtype: training.dtype != "bfloat16",
-            "selective recomputation": set(training.recompute.modules) - {"core_attn"},
-            "tensor parallelism above 4": parallel.tensor > 4,
-            "pipeline stages without a head": parallel.pipeline > 1,
-        }
-        return [kind for kind, there in kinds.items() if there]

@@ -49,7 +49,6 @@ CASES = {
     "how": (EITHER, LONG),
     "setting": (WHOLE, DIVIDED),
     "batch": (WHOLE, DIVIDED),
-    "not measured": (f"{EITHER} --tp 8", EITHER),
 }  # fmt: skip
 
 
