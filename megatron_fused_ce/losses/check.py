@@ -22,9 +22,7 @@ TOLERANCE, SLOPE_TOLERANCE, FP32_TOLERANCE, STEP = 1e-9, 1e-6, 1e-3, 1e-5
 
 
 def check(
-    term: Term,
-    reference: Callable[[Tensor, Tensor], Tensor] | None = None,
-    num_labels: int | None = None,
+    term: Term, reference: Callable[[Tensor, Tensor], Tensor] | None = None, num_labels: int | None = None
 ) -> None:
     """Try a term on rows with a loss of 0 to 1e3 and a logsumexp of -100 to 100: random, flat and peaked
     ones, ties, logits of -inf, labels of no class; upstream gradients of 1e-6 to 1e6 and their negatives. One

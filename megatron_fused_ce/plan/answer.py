@@ -194,13 +194,17 @@ class Result:
         False  # the head is the launch's, and the rest of the setting stands in for what is not known
     )
     has_flag: bool = False  # whether the launch has the flag already
-    planned: int = 0  # bytes for the launch's own loss, before anything measured moved them
 
     @property
     def now(self) -> Estimate:
         """How the launch computes its loss as it is."""
         asked = self.setting.training.fused_ce.strategy
         return self.advice.way(asked) if self.has_flag else self.advice.baseline
+
+    @property
+    def planned(self) -> int:
+        """Bytes of it, before anything measured moved them."""
+        return self.now.peak - self.setting.beside
 
     @property
     def measured(self) -> int | None:

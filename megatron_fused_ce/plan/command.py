@@ -161,10 +161,8 @@ def plan_of(words: Sequence[str]) -> Result:
     impl = given.cross_entropy_fusion_impl if given.cross_entropy_loss_fusion else "unfused"
     advised = partial(advise, gpu=_gpu(given), baseline=impl if impl in STOCK_PATHS else "unfused")
     read = str(first.model or given.from_log or given.from_launch or "--")
-    name = "the launch" if _is_launch(read) else Path(read).name
-    flag = given.fused_chunked_ce
+    name, flag = "the launch" if _is_launch(read) else Path(read).name, given.fused_chunked_ce
     result = Result(name, setting, advised(setting), notes, judged, launch, alone=alone, has_flag=flag)
-    result = replace(result, planned=result.now.peak)
     if result.measured and abs(result.planned / result.measured - 1) <= OFF:
         # What was measured leads: every sum is moved by the difference.
         setting = replace(setting, beside=result.measured - result.planned)

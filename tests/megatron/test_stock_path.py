@@ -166,6 +166,11 @@ def test_a_head_that_waits_for_modelopt_is_not_said_to_stay(monkeypatch):
     options = FusedCEConfig(z_loss=1e-4, true_vocab_size=5)
     with pytest.raises(ValueError, match=r"^z_loss, true_vocab_size: Megatron's own .*distillation"):
         language_module.adopt_output_layer(model, options, False)
+    for reader in ("logits_save_dir", "config_logger_dir"):  # as plan says (tests/plan/test_command.py)
+        vars(launch).clear()
+        vars(launch)[reader] = "folder"
+        with pytest.raises(ValueError, match=r"^z_loss, true_vocab_size: Megatron's own .*logits"):
+            language_module.adopt_output_layer(model, options, False)
 
 
 def test_fp32_logits_are_the_heads_own_matter():
