@@ -167,13 +167,7 @@ def _why_not_served_now(layer: Any) -> str:
 # --- at a call of its head -------------------------------------------------------------------------
 
 
-def reason_at_call(
-    layer: Any,
-    hidden: Any,
-    weight: Any,
-    gathers: bool,
-    frame: FrameType | None,
-) -> str:
+def reason_at_call(layer: Any, hidden: Any, weight: Any, gathers: bool, frame: FrameType | None) -> str:
     """Why this call of a head that is otherwise fused takes the stock path; empty if it does not.
 
     Args:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron_fused_ce.adapter.arguments import add_arguments
 from megatron_fused_ce.cli.command_line import Parser, UsageError, command, number, read_text, whole
-from megatron_fused_ce.plan import closed_world, launch_script, megatron_arguments, megatron_log, report
+from megatron_fused_ce.plan import answer, closed_world, launch_script, megatron_arguments, megatron_log
 from megatron_fused_ce.plan.answer import GIB, OFF, Gpu, Result, advise
 from megatron_fused_ce.plan.heads import STOCK_PATHS
 from megatron_fused_ce.plan.launch_script import TrainingLaunch
@@ -59,14 +59,6 @@ def _parser(own: bool) -> Parser:
     return parser
 
 
-def _gpu_name(text: str) -> str:
-    """A name of :data:`GPUS`, or its first part."""
-    found = [name for name in GPUS if text.lower() in (name, name.partition("-")[0])]
-    if not found:
-        raise argparse.ArgumentTypeError(f"no GPU {text!r}; there are {', '.join(GPUS)}")
-    return found[0]
-
-
 def _add_own(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--model", metavar="NAME", help=f"one of {', '.join(MODELS)}")
@@ -83,7 +75,8 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
         help="of the whole run [the launch's, or the fewest]")  # fmt: skip
     add("--ignore", action="append", default=[], metavar="NAME",
         help="an argument or a program that you vouch for, with dashes or without; repeatable")  # fmt: skip
-    add("--gpu", type=_gpu_name, metavar="NAME",
+    short = {name.partition("-")[0]: name for name in GPUS}
+    add("--gpu", type=lambda text: short.get(text.lower(), text.lower()), choices=GPUS, metavar="NAME",
         help=f"{', '.join(GPUS)} [{next(iter(GPUS))}]; a log does not say it")  # fmt: skip
     add("--gpu-memory", type=number(above=True, most=MOST_GIB), metavar="GIB",
         help="of one GPU, where it has another size")  # fmt: skip
@@ -103,9 +96,9 @@ def main(words: list[str]) -> int:
     try:
         result = plan_of(words)
         if given.json:
-            print(json.dumps(report.as_dictionary(result), indent=1))
+            print(json.dumps(answer.as_dictionary(result), indent=1))
         else:
-            report.show(result, given.explain)
+            answer.show(result, given.explain)
         return NO_VERDICT if result.decision == "no verdict" else 0
     except BrokenPipeError:
         raise

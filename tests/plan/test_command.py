@@ -16,7 +16,7 @@ import pytest
 
 import megatron_fused_ce
 from megatron_fused_ce import __main__ as package_command
-from megatron_fused_ce.plan import answer, closed_world, command, heads, peaks, report
+from megatron_fused_ce.plan import answer, closed_world, command, heads, peaks
 from megatron_fused_ce.plan.answer import sentences
 from megatron_fused_ce.plan.command import plan_of, setting_of
 from megatron_fused_ce.plan.named_models import MODELS
@@ -287,7 +287,7 @@ def test_fewer_gpus_than_a_layout_needs_have_a_head():
     enough = plan_of(["--from-launch", launch, "--gpus", "16"])
     assert found.advice.baseline.head == enough.advice.baseline.head
     assert not {"vouch", "setting"} & dict(sentences(found)).keys()
-    numbers = report.as_dictionary(found)
+    numbers = answer.as_dictionary(found)
     assert numbers["parameters"] is numbers["gpus"] is numbers["saved"] is None
     assert all(set(way) == {"flags", "plan", "head"} for way in numbers["ways"].values())
     # What can be mended comes first, whatever else is not counted.
@@ -471,7 +471,7 @@ NO_VOCABULARY = TINY.replace("--vocab-size 256 ", "")
         (f"{MODEL} --pp 5 --gpus 5", "32 layers cannot be divided into 5 pipeline stages"),
         (f"{MODEL} --gpus 8 --global-batch-size 12", "give a multiple of 8"),
         (f"{MODEL} --num-query-groups 5", "32 attention heads cannot be divided into 5 query groups"),
-        (f"{MODEL} --gpu tpu", "no GPU 'tpu'; there are h100-80gb, h200-141gb"),
+        (f"{MODEL} --gpu tpu", "invalid choice: 'tpu' (choose from"),
         (f"--from-launch '{TINY} --ffn-hidden-size <SIZE>'", "--ffn-hidden-size is <SIZE>, a place"),
         (f"{MODEL} --overhead 90", "leaves nothing of 79.14 GiB"),
         (f"--from-launch '{TINY} --bf16 --num-experts 6 --ep 4'", "6 experts cannot be divided over 4"),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fused_ce.plan import answer, command, report
+from megatron_fused_ce.plan import answer, command
 from megatron_fused_ce.plan.answer import SENTENCES, WORTH, sentences
 from megatron_fused_ce.plan.command import plan_of
 from megatron_fused_ce.plan.named_models import MODELS
@@ -119,7 +119,7 @@ def test_nothing_is_wider_than_a_terminal(words, explain, capsys):
     """And what is in a table is not cut off."""
     assert command.main([*shlex.split(words), *explain.split()]) in (0, 3)
     out = capsys.readouterr().out
-    assert max(map(len, out.splitlines())) <= report.WIDTH
+    assert max(map(len, out.splitlines())) <= answer.WIDTH
     assert "…" not in out
     sums = "GiB a GPU while at work is" in out
     assert sums == (bool(explain) and "no verdict" not in out)
