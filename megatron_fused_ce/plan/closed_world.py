@@ -169,12 +169,6 @@ def stated(words: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def harmless(words: Sequence[str]) -> bool:
-    """Whether a command line may have these words or not: all name arguments of no effect."""
-    known = [arguments()[name].which if name in arguments() else "-" for name in stated(words)]
-    return bool(known) and words[0].startswith("--") and set(known) == {"none"}
-
-
 def judge(launch: TrainingLaunch, given: Any, known: Collection[str]) -> Judged:
     """What of a launch is not counted and not vouched for.
 

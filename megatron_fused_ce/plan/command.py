@@ -52,14 +52,10 @@ Exit status: 0, 2 (the arguments cannot be used; one line says why), 3 (no verdi
 def _parser(own: bool) -> Parser:
     """The parser of the command line, or only of a launch's arguments."""
     parser = Parser("python -m megatron_fused_ce plan", HELP, add_help=own)
-    if own:
-        _add_own(parser)
     megatron_arguments.add_megatron_arguments(parser)
     add_arguments(parser)
-    return parser
-
-
-def _add_own(parser: argparse.ArgumentParser) -> None:
+    if not own:
+        return parser
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--model", metavar="NAME", help=f"one of {', '.join(MODELS)}")
     what.add_argument("--from-log", type=Path, metavar="FILE", help="a log that Megatron wrote")
@@ -84,6 +80,7 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
         help="driver, NCCL and kernels beside torch's allocator [%(default)s]")  # fmt: skip
     add("--explain", action="store_true", help="say why, with every strategy and the sums of every part")
     add("--json", action="store_true", help="print bytes for programs instead of tables")
+    return parser
 
 
 @command("plan")
@@ -100,9 +97,7 @@ def main(words: list[str]) -> int:
         else:
             answer.show(result, given.explain)
         return NO_VERDICT if result.decision == "no verdict" else 0
-    except BrokenPipeError:
-        raise
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise UsageError(error) from None
 
 
@@ -115,7 +110,6 @@ def plan_of(words: Sequence[str]) -> Result:
     """The plan for these words of a command line.
 
     Raises:
-        OSError: a file cannot be read.
         ValueError: something is missing, unknown or contradicts itself; says what to do.
     """
     first, own = _parsed(words), _parser(own=False)

@@ -27,10 +27,10 @@ class HeadMemory:
     """Memory of one way of computing the loss on the rank with the head."""
 
     name: str
-    flags: str  # to add to a launch; none of Megatron's own
     stock: bool
     peak: int  # bytes, beside its input (the final norm's output) and the rest of the step
     workspaces: int  # torch's own of cuBLAS that its GEMMs leave allocated, part of the peak
+    flags: str = ""  # to add to a launch; none of Megatron's own
     largest: int = 0  # tensor; 0 for the plugin's, whose buffers are cut out of each other's
     predicted: int = 0  # by the planner, which is compared with a budget; 0 for Megatron's own
     words: str = ""  # strategy and chunks of the plugin's
@@ -50,7 +50,6 @@ def stock_head(setting: Setting, name: str) -> HeadMemory:
     held = setting.model.mtp_num_layers * waiting * logits + 2 * CUBLAS_WORKSPACE
     return HeadMemory(
         name,
-        "",
         stock=True,
         peak=max(at_peak, setting.itemsize * products) + held,
         workspaces=2 * CUBLAS_WORKSPACE,
@@ -112,8 +111,8 @@ def plugin_head(
     grad_hidden = setting.itemsize * setting.num_tokens * model.hidden_size // parallel.sequence_parts
     return HeadMemory(
         strategy,
-        _flags(config),
         stock=False,
+        flags=_flags(config),
         peak=memory.total - unused + grad_hidden,
         workspaces=memory.workspace - unused,
         predicted=memory.total,

@@ -17,8 +17,9 @@ from typing import NamedTuple
 import tree_sitter_bash
 from tree_sitter import Language, Node, Parser
 
+from megatron_fused_ce.cli.command_line import read_text
 from megatron_fused_ce.plan import shell_words
-from megatron_fused_ce.plan.closed_world import harmless
+from megatron_fused_ce.plan.closed_world import arguments, stated
 from megatron_fused_ce.plan.shell_words import (
     REDIRECTS,
     SHELLS,
@@ -217,9 +218,11 @@ class Reader(shell_words.Words):
             self.values[name] = least if same else unknown(why or name)
 
     def _same(self, least: Value, value: Value | None) -> bool:
+        """Whether it is, or has behind it words of a command line that change nothing that is asked."""
         words, more = (one.split() if isinstance(one, str) else one or [] for one in (least, value))
-        longer = type(least) is type(value) and more[: len(words)] == words and len(more) > len(words)
-        return value == least or (longer and harmless(more[len(words) :]))
+        added = more[len(words) :] if type(least) is type(value) and more[: len(words)] == words else []
+        known = {arguments()[name].which if name in arguments() else "-" for name in stated(added)}
+        return value == least or (known == {"none"} and added[0].startswith("--"))
 
     def _clauses(self, node: Node) -> list[Choice]:
         """``if`` and each ``elif``; ``else`` has no condition."""
@@ -317,7 +320,7 @@ class Reader(shell_words.Words):
                 # A script of the same folder, whatever the path to it is made of.
                 file = readable(" ".join(others[:1])).rpartition("/")[2]
                 if self.folder and file and (self.folder / file).is_file():
-                    return self.read((self.folder / file).read_text())
+                    return self.read(read_text(self.folder / file))
                 self.notes.append(f"{file} is not in the script's folder: what it sets is not seen.")
                 return ""
             case "set":
