@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_fused_ce.adapter.arguments import FLAG
 from megatron_fused_ce.config import STRATEGY_CHOICES
-from megatron_fused_ce.plan.closed_world import MENDS, UNKNOWN, Judged
+from megatron_fused_ce.plan.closed_world import MENDS, UNKNOWN, Judged, TrainingLaunch
 from megatron_fused_ce.plan.heads import STOCK_PATHS, HeadMemory, plugin_head, stock_head
-from megatron_fused_ce.plan.launch_script import TrainingLaunch
 from megatron_fused_ce.plan.peaks import Estimate, estimate, parameters
 from megatron_fused_ce.plan.setting import Setting
 from megatron_fused_ce.planner.memory import MIB

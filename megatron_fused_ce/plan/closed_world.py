@@ -25,16 +25,13 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_fused_ce.plan.setting import LETTERS, RECOMPUTE_MODULES, Setting
 from megatron_fused_ce.reasons import BY_ARGUMENT
-
-if TYPE_CHECKING:
-    from megatron_fused_ce.plan.launch_script import TrainingLaunch
 
 
 def flash_attention(given: Any) -> bool:
@@ -85,6 +82,27 @@ _BITS = {"local": "000", "flash": "100", "fused": "010", "unfused": "001", "auto
 _BIT_NAMES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 #: Other variables of Transformer Engine that change no tensor: which algorithms, on how many SMs.
 _HARMLESS = re.compile("NVTE_(ALLOW_NONDETERMINISTIC_ALGO|(FWD|BWD)_LAYERNORM_SM_MARGIN|DEBUG.*)")
+
+
+@dataclass(frozen=True)
+class TrainingLaunch:
+    """One training's arguments."""
+
+    arguments: tuple[str, ...]
+    gpus: int | None  # processes over all nodes; None if the launcher's arguments do not say
+    no_gpus: str = ""  # why they do not, a clause
+    program: str = ""  # the Python file that is started, or -m and a module; empty where none is named
+    notes: tuple[str, ...] = ()  # sentences about what was read
+    #: of a log: the largest peak that Megatron says it measured, whether the run died of memory, whether the
+    #: plan is of that run without a change, and every argument as printed, by its destination
+    measured_bytes: int | None = None
+    out_of_memory: bool = False
+    as_logged: bool = True
+    logged: Mapping[str, str] | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)  # variables set beside, of which some matter
+    doubts: Mapping[str, str] = field(
+        default_factory=dict
+    )  # what could not be read, by a name, with a clause
 
 
 class Argument(NamedTuple):

@@ -15,8 +15,8 @@ from megatron_fused_ce.adapter.arguments import add_arguments
 from megatron_fused_ce.cli.command_line import Parser, UsageError, command, number, read_text, whole
 from megatron_fused_ce.plan import answer, closed_world, launch_script, megatron_arguments, megatron_log
 from megatron_fused_ce.plan.answer import GIB, OFF, Gpu, Result, advise
+from megatron_fused_ce.plan.closed_world import TrainingLaunch
 from megatron_fused_ce.plan.heads import STOCK_PATHS
-from megatron_fused_ce.plan.launch_script import TrainingLaunch
 from megatron_fused_ce.plan.named_models import MODELS, known_name
 from megatron_fused_ce.plan.setting import Setting
 from megatron_fused_ce.reasons import STOPS

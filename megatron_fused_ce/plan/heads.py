@@ -12,11 +12,13 @@ from dataclasses import dataclass, fields, replace
 
 from megatron_fused_ce.adapter.arguments import FLAG
 from megatron_fused_ce.config import FusedCEConfig
-from megatron_fused_ce.plan.peaks import CUBLAS_WORKSPACE
 from megatron_fused_ce.plan.setting import Setting
 from megatron_fused_ce.planner.choose import OverBudget, in_forward, plan
 from megatron_fused_ce.planner.memory import MIB, STOCK_BYTES_WAITING, PlanInputs, stock_bytes_per_logit
 
+#: cuBLAS's workspace on Hopper, one of Transformer Engine's own products and one of torch's for each
+#: thread (forward, autograd): MiB of 2026-11-21-h200-longest-sequence.json, which has room for no other.
+CUBLAS_WORKSPACE = 32 * MIB
 #: Megatron's own cross entropies: bytes a logit of a use of the head (multi-token prediction) that waits for
 #: its backward, and of the largest tensor.
 STOCK_PATHS = {"unfused": (STOCK_BYTES_WAITING, 4), "native": (STOCK_BYTES_WAITING, 4), "te": (2, 2)}

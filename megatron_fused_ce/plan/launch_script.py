@@ -6,11 +6,12 @@ import contextlib
 import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_fused_ce.plan.closed_world import TrainingLaunch
 from megatron_fused_ce.plan.shell_words import SHELLS, readable, unknown, unknowns
 
 if TYPE_CHECKING:
@@ -51,27 +52,6 @@ _SLURM = {
     "SLURM_NTASKS_PER_NODE": ("--ntasks-per-node",),
     "SLURM_GPUS_PER_NODE": ("--gpus-per-node",),
 }
-
-
-@dataclass(frozen=True)
-class TrainingLaunch:
-    """One training's arguments."""
-
-    arguments: tuple[str, ...]
-    gpus: int | None  # processes over all nodes; None if the launcher's arguments do not say
-    no_gpus: str = ""  # why they do not, a clause
-    program: str = ""  # the Python file that is started, or -m and a module; empty where none is named
-    notes: tuple[str, ...] = ()  # sentences about what was read
-    #: of a log: the largest peak that Megatron says it measured, whether the run died of memory, whether the
-    #: plan is of that run without a change, and every argument as printed, by its destination
-    measured_bytes: int | None = None
-    out_of_memory: bool = False
-    as_logged: bool = True
-    logged: Mapping[str, str] | None = None
-    environment: Mapping[str, str] = field(default_factory=dict)  # variables set beside, of which some matter
-    doubts: Mapping[str, str] = field(
-        default_factory=dict
-    )  # what could not be read, by a name, with a clause
 
 
 def of_string(text: str, known: Collection[str] = (), count_gpus: bool = True) -> TrainingLaunch:

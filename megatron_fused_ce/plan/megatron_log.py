@@ -14,8 +14,7 @@ from argparse import Action
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron_fused_ce.plan.closed_world import arguments
-from megatron_fused_ce.plan.launch_script import TrainingLaunch
+from megatron_fused_ce.plan.closed_world import TrainingLaunch, arguments
 
 _BEGIN = "------------------------ arguments ------------------------"
 _END = "-------------------- end of arguments ---------------------"

@@ -21,19 +21,12 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 from megatron_fused_ce.plan import blocks
 from megatron_fused_ce.plan.blocks import Weight
+from megatron_fused_ce.plan.heads import CUBLAS_WORKSPACE, HeadMemory
 from megatron_fused_ce.plan.setting import Parallel, Setting
-from megatron_fused_ce.planner.memory import MIB
 
-if TYPE_CHECKING:
-    from megatron_fused_ce.plan.heads import HeadMemory
-
-#: cuBLAS's workspace on Hopper, one of Transformer Engine's own products and one of torch's for each
-#: thread (forward, autograd): MiB of 2026-11-21-h200-longest-sequence.json, which has room for no other.
-CUBLAS_WORKSPACE = 32 * MIB
 #: Labels, tokens, positions (int64) and the loss mask (fp32) of one token.
 BATCH_BYTES = 8 + 8 + 8 + 4
 

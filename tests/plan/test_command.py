@@ -241,7 +241,7 @@ def test_the_heads_two_numbers_come_first_by_hand():
         "--num-layers 2 --hidden-size 4096 --num-attention-heads 32 --vocab-size 128256 --seq-length 131072"
     )
     found = plan_of(["--from-launch", f"pretrain_gpt.py {words} --bf16 --my-own 1", "--gpus", "1"])
-    before = (6 * 131072 * 128256 + 2 * peaks.CUBLAS_WORKSPACE) / 2**30
+    before = (6 * 131072 * 128256 + 2 * heads.CUBLAS_WORKSPACE) / 2**30
     head = functools.partial(
         heads.plugin_head, found.setting, found.advice.gpu.device, "auto", exp_serves=True
     )
