@@ -45,9 +45,7 @@ class NoHash(Focal):
     __hash__ = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Holder:
-    by: object
+Holder = dataclasses.make_dataclass("Holder", ["by"], frozen=True)
 
 
 class Slotted:
