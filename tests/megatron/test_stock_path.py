@@ -167,7 +167,7 @@ def test_a_head_that_waits_for_modelopt_is_not_said_to_stay(monkeypatch):
     with pytest.raises(ValueError, match=r"^z_loss, true_vocab_size: Megatron's own .*distillation"):
         language_module.adopt_output_layer(model, options, False)
     for reader in ("logits_save_dir", "config_logger_dir"):  # as plan says (tests/plan/test_command.py)
-        launch.__dict__ = {reader: "folder"}
+        launch = types.SimpleNamespace(**{reader: "folder"})
         with pytest.raises(ValueError, match=r"^z_loss, true_vocab_size: Megatron's own .*logits"):
             language_module.adopt_output_layer(model, options, False)
 
