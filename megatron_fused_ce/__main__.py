@@ -20,19 +20,10 @@ from megatron_fused_ce.cli.command_line import UsageError, command
 
 #: Name, module with a ``main``, and what it is for.
 COMMANDS = {
-    "plan": (
-        "plan.command",
-        "memory of a whole training, with and without the flag; needs no GPU",
-    ),
+    "plan": ("plan.command", "memory of a whole training, with and without the flag; needs no GPU"),
     "plan-head": ("plan.head_command", "strategy and chunks of one head; needs no GPU"),
-    "compare": (
-        "scripts.runs.compare",
-        "is it the same training? two runs' logs, or one launch twice",
-    ),
-    "memory": (
-        "scripts.runs.memory",
-        "where did the memory go? one step of a launch, flag off and on",
-    ),
+    "compare": ("scripts.runs.compare", "is it the same training? two runs' logs, or one launch twice"),
+    "memory": ("scripts.runs.memory", "where did the memory go? one step of a launch, flag off and on"),
     "sweep": ("scripts.runs.sweep", "how many chunks? time against memory, and the flags to use"),
     "selfcheck": ("scripts.runs.selfcheck", "is it right on this machine, and how fast? two minutes"),
     "autoload": ("autoload", "let every launch of this environment know the flag"),

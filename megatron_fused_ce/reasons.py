@@ -33,3 +33,8 @@ BY_ARGUMENT = {
         "its weight is sharded by gtp_remat (--tensor-parallel-num-weight-shards)"
     ),
 }
+#: Why a launch stops whose options of the loss this package would have computed: these, and a reason above.
+STOPS = (
+    "{}: Megatron's own loss knows nothing of it, and the head would stay on that: {}. Leave these options "
+    "out, or what keeps the head from being fused"
+)

@@ -18,7 +18,7 @@ from megatron_fused_ce.adapter import caller, forms, switch, token_weights
 from megatron_fused_ce.adapter.forms import name_of
 from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.ranks.collectives import same_on_all_ranks
-from megatron_fused_ce.reasons import BY_ARGUMENT
+from megatron_fused_ce.reasons import BY_ARGUMENT, STOPS
 
 #: Attributes of Megatron's output layer that this package reads.
 LAYER_ATTRIBUTES = (
@@ -167,13 +167,7 @@ def _why_not_served_now(layer: Any) -> str:
 # --- at a call of its head -------------------------------------------------------------------------
 
 
-def reason_at_call(
-    layer: Any,
-    hidden: Any,
-    weight: Any,
-    gathers: bool,
-    frame: FrameType | None,
-) -> str:
+def reason_at_call(layer: Any, hidden: Any, weight: Any, gathers: bool, frame: FrameType | None) -> str:
     """Why this call of a head that is otherwise fused takes the stock path; empty if it does not.
 
     Args:
@@ -335,18 +329,8 @@ def refuse_options(config: FusedCEConfig, reason: str) -> None:
     Raises:
         ValueError: names the options, and why the loss is not this package's.
     """
-    if not config.loss_options:
-        return
-    if reason == OF_DISTILLATION:
-        flags = config.loss_options.replace("true_vocab_size", "mask_padded_vocab").split(", ")
-        leave_out = ", ".join(f"--fused-ce-{flag.replace('_', '-')}" for flag in flags)
-        raise ValueError(
-            f"ModelOpt's distillation loss knows no {config.loss_options}: leave {leave_out} out"
-        )
-    raise ValueError(
-        f"{config.loss_options}: Megatron's own loss knows nothing of it, and the head would stay "
-        f"on that: {reason}. Leave these options out, or what keeps the head from being fused"
-    )
+    if config.loss_options:
+        raise ValueError(STOPS.format(config.loss_options, reason))
 
 
 def refuse_log_probs(config: FusedCEConfig) -> None:

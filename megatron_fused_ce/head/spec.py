@@ -306,19 +306,15 @@ def _plan(
     call: Call, comm: VocabParallel, settled: Settled, logits: LogitsBackend, promise_broken: bool
 ) -> planner.Plan:
     """Let the planner choose strategy and chunks."""
-    config = call.config
-    bound = _loss_of(call).bound
-    # fp16 needs a bound of the gradients before the forward.
-    in_forward = call.hidden.dtype != torch.float16 or (bound is not None and bound <= 1 + 1e-6)
-    if config.strategy == "grad_in_forward" and not in_forward:
-        config = replace(config, strategy="auto")
+    dtype = str(call.hidden.dtype).removeprefix("torch.")
+    config, in_forward = planner.in_forward(call.config, dtype, _loss_of(call).bound)
     inputs = memory.PlanInputs(
         config=config,
         num_tokens=call.hidden.shape[:-1].numel() * comm.num_parts,
         hidden_size=call.hidden.shape[-1],
         # The largest shard: ranks with unequal shards must cut their tokens alike.
         num_rows=max(settled.shard_sizes),
-        dtype=str(call.hidden.dtype).removeprefix("torch."),
+        dtype=dtype,
         num_parts=comm.num_parts,
         tp_size=comm.size,
         wgrad_accumulator=memory.WGRAD_ACCUMULATORS[settled.facts["wgrad_accumulator"]],

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_fused_ce.kernels.records import NOT_HERE, ExtraStatistics, Merged
 from megatron_fused_ce.losses.statistics import EMPTY, TokenTerms
-from megatron_fused_ce.losses.terms import Coefficient, Pull, Rows, Term
+from megatron_fused_ce.losses.terms import Coefficient, Pull, Rows, Term, attributes_of
 
 #: Classes of the rows that a term is tried on, and numbers of labels for one that gives ``at_labels``.
 NUM_LABELS = {33: (1, 8), 20: (3,)}
@@ -22,9 +22,7 @@ TOLERANCE, SLOPE_TOLERANCE, FP32_TOLERANCE, STEP = 1e-9, 1e-6, 1e-3, 1e-5
 
 
 def check(
-    term: Term,
-    reference: Callable[[Tensor, Tensor], Tensor] | None = None,
-    num_labels: int | None = None,
+    term: Term, reference: Callable[[Tensor, Tensor], Tensor] | None = None, num_labels: int | None = None
 ) -> None:
     """Try a term on rows with a loss of 0 to 1e3 and a logsumexp of -100 to 100: random, flat and peaked
     ones, ties, logits of -inf, labels of no class; upstream gradients of 1e-6 to 1e6 and their negatives. One
@@ -47,8 +45,10 @@ def check(
 
     Raises:
         AssertionError: with all that is wrong, and on which token.
-        TypeError: a term that no head takes (:meth:`.Term.why_wrong`), or without a gradient.
+        TypeError: no term, one that no head takes (:meth:`.Term.why_wrong`), or one without a gradient.
     """
+    if not isinstance(term, Term):
+        raise TypeError(f"check takes a term, got {term!r:.80}: give an instance, such as Margin(0.1)")
     if wrong := term.why_wrong() or ("" if term.gives else "has no gradient: its gives is empty"):
         raise TypeError(f"{term!r:.80} {wrong}")
     found: dict[str, str] = {}
@@ -66,7 +66,7 @@ def check(
     for part in _parts(term):
         if type(part).gives is Term.gives and named < set(part.gives):
             found[f"{part!r:.60} does not say its gives: expected {tuple(sorted(named))}"] = ""
-        if part.attributes and not (is_dataclass(part) and type(part).__dataclass_params__.frozen):
+        if attributes_of(part) and not (is_dataclass(part) and type(part).__dataclass_params__.frozen):
             found[f"{part!r:.60} is not frozen: a head keeps what it has found out about a term"] = ""
     wrong = "\n".join(f"{words}{where}" for words, where in found.items())
     assert not wrong, f"{term!r:.80} is wrong\n{wrong}"

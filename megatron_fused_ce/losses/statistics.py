@@ -29,14 +29,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_fused_ce.kernels.records import (
-    NO_EXTRA,
-    NOT_HERE,
-    ROW_MAX,
-    ROW_SHIFT,
-    ExtraStatistics,
-    Merged,
-)
+from megatron_fused_ce.kernels.records import NO_EXTRA, NOT_HERE, ROW_MAX, ROW_SHIFT, ExtraStatistics, Merged
 
 #: In place of a column: an empty entry among several labels, and an id of another shard or of none.
 EMPTY, NO_COLUMN = -1, -2
@@ -167,9 +160,7 @@ def token_loss(
     sum_exp_nonlabel, label, shifted_label = terms.unbind(0)
     total = sum_exp_nonlabel + label
     loss = torch.where(
-        label > sum_exp_nonlabel,
-        torch.log1p(sum_exp_nonlabel / label),
-        torch.log(total) - shifted_label,
+        label > sum_exp_nonlabel, torch.log1p(sum_exp_nonlabel / label), torch.log(total) - shifted_label
     )
     known = (label > 0) | (shifted_label != 0)
     label_shift = torch.where(known, shifted_label, NOT_HERE)

@@ -17,11 +17,11 @@ docs/losses.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
-from functools import cached_property, partial, reduce
+from functools import cached_property, reduce
 from operator import add
-from types import FunctionType, MethodType
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +36,7 @@ from megatron_fused_ce.kernels.records import (
     RowStatistics,
 )
 from megatron_fused_ce.losses.statistics import TokenTerms
-from megatron_fused_ce.losses.words import in_words
+from megatron_fused_ce.losses.words import in_words, parts_of
 
 #: Statistics that a term may ask for: fields of :class:`.ExtraStatistics`.
 NEEDS = ("logit_sum", "weighted", "best")
@@ -231,28 +231,30 @@ class Pull(NamedTuple):
         return largest
 
 
-def tensors_of(value: Any, within: tuple[Any, ...] = ()) -> Iterator[Tensor]:
-    """Tensors in a value, also in tuples, lists and dicts; those of a Module, and those that a function
-    closes over, has as defaults or is bound to, if they require a gradient."""
-    inside: Iterable[Any] = ()
+def attributes_of(value: Any) -> dict[str, Any]:
+    """What an object has of its own, in slots too."""
+    slots = (vars(kind).get("__slots__", ()) for kind in reversed(type(value).__mro__))
+    names = [name for each in slots for name in ((each,) if isinstance(each, str) else each)]
+    there = {name: getattr(value, name) for name in names if hasattr(value, name)}
+    return there | getattr(value, "__dict__", {})
+
+
+def tensors_of(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
+    """Tensors in a value, also in tuples, lists and dicts; those of a Module, and in the parts and attributes
+    of a function or any other object, if they require a gradient."""
+    seen = set() if seen is None else seen
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Module):
         yield from (each for each in value.parameters() if each.requires_grad)
-    elif isinstance(value, (tuple, list)):
-        inside = value
-    elif isinstance(value, dict):
-        inside = value.values()
-    elif isinstance(value, MethodType):
-        inside = value.__self__, value.__func__
-    elif isinstance(value, partial):
-        inside = value.func, value.args, value.keywords
-    elif isinstance(value, FunctionType) and value not in within:
-        captured = tuple(cell.cell_contents for cell in value.__closure__ or ())
-        captured += (value.__defaults__, value.__kwdefaults__)
-        yield from (each for each in tensors_of(captured, (*within, value)) if each.requires_grad)
-    for each in inside:
-        yield from tensors_of(each, within)
+    elif isinstance(value, (tuple, list, dict)):
+        for part in parts_of(value) or ():
+            yield from tensors_of(part, seen)
+    elif not isinstance(value, (str, float, type, ModuleType)) and id(value) not in seen:
+        seen.add(id(value))
+        parts = parts_of(value)
+        inside = attributes_of(value) if parts is None else parts
+        yield from (each for each in tensors_of(inside, seen) if each.requires_grad)
 
 
 def _sum(one: Coefficient | None, other: Coefficient | None) -> Coefficient | None:
@@ -320,10 +322,10 @@ class Term:
             return f"cannot be hashed: {advice}"
         if type(self).__module__.startswith(OF_PACKAGE):
             return ""
-        if any(True for _ in tensors_of((*self.attributes.values(), type(self).value, type(self).pull))):
+        if any(True for _ in tensors_of((*attributes_of(self).values(), type(self).value, type(self).pull))):
             return f"has a tensor, which would get no gradient; multiply the output by it, or {advice}"
         if is_dataclass(self) and type(self).__eq__ is not object.__eq__:
-            unseen = set(self.attributes).difference(each.name for each in fields(self) if each.compare)
+            unseen = set(attributes_of(self)).difference(each.name for each in fields(self) if each.compare)
             if unseen:
                 return f"is equal to terms with another {' and '.join(sorted(unseen))}: {advice}"
         for name, known in (("needs", NEEDS), ("keeps", self.needs), ("gives", Pull._fields)):
@@ -339,12 +341,6 @@ class Term:
         """Itself, or the terms of a sum or a product."""
         return (self,)
 
-    @property
-    def attributes(self) -> dict[str, Any]:
-        """What it has, apart from its class."""
-        named: list[str] = [each.name for each in fields(self)] if is_dataclass(self) else []
-        return {name: getattr(self, name) for name in (*named, *vars(self))}
-
     def in_words(self) -> str:
         """The same on every rank that has the same term, and on no other.
 
@@ -352,7 +348,7 @@ class Term:
             TypeError: an attribute cannot be compared (:func:`.in_words`).
         """
         if self.parts[0] is self:
-            inside = [f"{name}={in_words(value)}" for name, value in self.attributes.items()]
+            inside = [f"{name}={in_words(value)}" for name, value in attributes_of(self).items()]
         else:
             inside = [str(getattr(self, "factor", "")), *(term.in_words() for term in self.parts)]
         return f"{type(self).__qualname__}({', '.join(inside)})"

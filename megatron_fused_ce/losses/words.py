@@ -8,10 +8,29 @@ from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 
-def in_words(value: Any, within: tuple[Any, ...] = ()) -> str:
-    """What is compared of a value over ranks: the text of each of its parts.
+def parts_of(value: Any) -> list[Any] | None:
+    """What a value is made of: entries, fields, arguments; of a function its defaults and closure, not its
+    code nor the globals that it reads. None of what has no such parts."""
+    if isinstance(value, FunctionType):
+        cells = value.__closure__ or ()
+        return [value.__defaults__, value.__kwdefaults__, *(cell.cell_contents for cell in cells)]
+    if isinstance(value, (MethodType, BuiltinFunctionType)):
+        return [getattr(value, "__func__", None), value.__self__]
+    if isinstance(value, partial):
+        return [value.func, value.args, value.keywords]
+    if isinstance(value, dict):
+        return list(value.items())
+    if isinstance(value, (tuple, list)):
+        return list(value)
+    if isinstance(value, (set, frozenset)):
+        return sorted(value, key=in_words)
+    if is_dataclass(value):
+        return [getattr(value, each.name) for each in fields(value)]
+    return None
 
-    Of a function module, name, defaults and closure, of a partial the arguments, too.
+
+def in_words(value: Any, within: tuple[Any, ...] = ()) -> str:
+    """What is compared of a value over ranks: the text of each of its parts, and the names of functions.
 
     Raises:
         TypeError: a part has no text but its address.
@@ -22,25 +41,8 @@ def in_words(value: Any, within: tuple[Any, ...] = ()) -> str:
         return f"{value.__module__}.{value.__qualname__}"
     if isinstance(value, ModuleType) or any(value is outer for outer in within):
         return f"{value.__name__}"
-    name = "" if type(value) is tuple else type(value).__qualname__
-    parts: list[Any]
-    if isinstance(value, FunctionType):
-        name, within = f"{value.__module__}.{value.__qualname__}", (*within, value)
-        cells = value.__closure__ or ()
-        parts = [value.__defaults__, value.__kwdefaults__, *(cell.cell_contents for cell in cells)]
-    elif isinstance(value, (MethodType, BuiltinFunctionType)):
-        name, parts = value.__qualname__, [getattr(value, "__func__", None), value.__self__]
-    elif isinstance(value, partial):
-        parts = [value.func, value.args, value.keywords]
-    elif isinstance(value, dict):
-        parts = list(value.items())
-    elif isinstance(value, (tuple, list)):
-        parts = list(value)
-    elif isinstance(value, (set, frozenset)):
-        parts = sorted(value, key=in_words)
-    elif is_dataclass(value):
-        parts = [getattr(value, each.name) for each in fields(value)]
-    else:
+    parts, name = parts_of(value), "" if type(value) is tuple else type(value).__qualname__
+    if parts is None:
         words = repr(value)
         if " at 0x" in words:
             raise TypeError(
@@ -48,4 +50,8 @@ def in_words(value: Any, within: tuple[Any, ...] = ()) -> str:
                 "class a __repr__, or use a function, numbers or text"
             )
         return words
+    if isinstance(value, FunctionType):
+        name, within = f"{value.__module__}.{value.__qualname__}", (*within, value)
+    elif isinstance(value, (MethodType, BuiltinFunctionType)):
+        name = value.__qualname__
     return f"{name}({', '.join(in_words(part, within) for part in parts)})"

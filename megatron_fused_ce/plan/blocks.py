@@ -284,9 +284,3 @@ def layers(model: DecoderSizes) -> tuple[str, ...]:
 def prediction_layer(model: DecoderSizes) -> str:
     """The layers of one depth of multi-token prediction; without a pattern the last decoder layer's kind."""
     return model.prediction_pattern or layers(model)[-1]
-
-
-def prediction_weights(model: DecoderSizes) -> list[Weight]:
-    """Of one depth of multi-token prediction, beside its layer: the product of both inputs, three norms."""
-    product = Weight((model.hidden_size, 2 * model.hidden_size), divided=True)
-    return [product, *[Weight((model.norm_size,))] * 3]

@@ -8,19 +8,18 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from megatron_fused_ce.adapter.arguments import add_arguments
 from megatron_fused_ce.cli.command_line import Parser, UsageError, command, number, read_text, whole
-from megatron_fused_ce.plan import closed_world, launch_script, megatron_arguments, megatron_log, report
-from megatron_fused_ce.plan.advice import Gpu, advise
-from megatron_fused_ce.plan.answer import GIB, OFF, Result
-from megatron_fused_ce.plan.closed_world import Judged
+from megatron_fused_ce.plan import answer, closed_world, launch_script, megatron_arguments, megatron_log
+from megatron_fused_ce.plan.answer import GIB, OFF, Gpu, Result, advise
+from megatron_fused_ce.plan.closed_world import TrainingLaunch
 from megatron_fused_ce.plan.heads import STOCK_PATHS
-from megatron_fused_ce.plan.launch_script import TrainingLaunch
 from megatron_fused_ce.plan.named_models import MODELS, known_name
 from megatron_fused_ce.plan.setting import Setting
+from megatron_fused_ce.reasons import STOPS
 
 #: Exit status where there is no verdict, as of ``compare``.
 NO_VERDICT = 3
@@ -53,22 +52,10 @@ Exit status: 0, 2 (the arguments cannot be used; one line says why), 3 (no verdi
 def _parser(own: bool) -> Parser:
     """The parser of the command line, or only of a launch's arguments."""
     parser = Parser("python -m megatron_fused_ce plan", HELP, add_help=own)
-    if own:
-        _add_own(parser)
     megatron_arguments.add_megatron_arguments(parser)
     add_arguments(parser)
-    return parser
-
-
-def _gpu_name(text: str) -> str:
-    """A name of :data:`GPUS`, or its first part."""
-    found = [name for name in GPUS if text.lower() in (name, name.partition("-")[0])]
-    if not found:
-        raise argparse.ArgumentTypeError(f"no GPU {text!r}; there are {', '.join(GPUS)}")
-    return found[0]
-
-
-def _add_own(parser: argparse.ArgumentParser) -> None:
+    if not own:
+        return parser
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--model", metavar="NAME", help=f"one of {', '.join(MODELS)}")
     what.add_argument("--from-log", type=Path, metavar="FILE", help="a log that Megatron wrote")
@@ -84,7 +71,8 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
         help="of the whole run [the launch's, or the fewest]")  # fmt: skip
     add("--ignore", action="append", default=[], metavar="NAME",
         help="an argument or a program that you vouch for, with dashes or without; repeatable")  # fmt: skip
-    add("--gpu", type=_gpu_name, metavar="NAME",
+    short = {name.partition("-")[0]: name for name in GPUS}
+    add("--gpu", type=lambda text: short.get(text.lower(), text.lower()), choices=GPUS, metavar="NAME",
         help=f"{', '.join(GPUS)} [{next(iter(GPUS))}]; a log does not say it")  # fmt: skip
     add("--gpu-memory", type=number(above=True, most=MOST_GIB), metavar="GIB",
         help="of one GPU, where it has another size")  # fmt: skip
@@ -92,6 +80,7 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
         help="driver, NCCL and kernels beside torch's allocator [%(default)s]")  # fmt: skip
     add("--explain", action="store_true", help="say why, with every strategy and the sums of every part")
     add("--json", action="store_true", help="print bytes for programs instead of tables")
+    return parser
 
 
 @command("plan")
@@ -104,55 +93,69 @@ def main(words: list[str]) -> int:
     try:
         result = plan_of(words)
         if given.json:
-            print(json.dumps(report.as_dictionary(result), indent=1))
+            print(json.dumps(answer.as_dictionary(result), indent=1))
         else:
-            report.show(result, given.explain)
+            answer.show(result, given.explain)
         return NO_VERDICT if result.decision == "no verdict" else 0
-    except BrokenPipeError:
-        raise
-    except ImportError as error:
-        instead = "tree-sitter tree-sitter-bash, or give a log or arguments in quotes"
-        instead = instead if str(error.name).startswith("tree_sitter") else "rich, or use --json"
-        raise UsageError(f"{error.name} is not installed: pip install {instead}") from None
-    except OSError as error:
-        raise UsageError(f"{error.filename}: {error.strerror}" if error.filename else error) from None
     except ValueError as error:
         raise UsageError(error) from None
 
 
 def setting_of(words: Sequence[str]) -> Setting:
-    """The setting that these words of a command line describe.
-
-    Raises:
-        OSError: a file cannot be read.
-        ValueError: something is missing, unknown or contradicts itself; says what to do.
-    """
-    return _read(words)[1]
+    """The setting of :func:`plan_of`."""
+    return plan_of(words).setting
 
 
 def plan_of(words: Sequence[str]) -> Result:
     """The plan for these words of a command line.
 
     Raises:
-        OSError, ValueError: as :func:`setting_of`.
+        ValueError: something is missing, unknown or contradicts itself; says what to do.
     """
-    given, setting, launch, notes, judged = _read(words)
-    gpu = _gpu(given)
-    known = given.cross_entropy_loss_fusion and given.cross_entropy_fusion_impl in STOCK_PATHS
-    baseline = given.cross_entropy_fusion_impl if known else "unfused"
-    name = given.model or given.from_log or given.from_launch or "--"
-    result = Result(
-        "the launch" if _is_launch(str(name)) else Path(name).name, setting, advise(setting, gpu, baseline),
-        notes, judged, None, launch, given.fused_chunked_ce,
-    )  # fmt: skip
-    result = replace(result, planned=result.now.peak)
+    first, own = _parsed(words), _parser(own=False)
+    launch = _launch(first, words, own._actions)
+    is_read = bool(first.from_launch or first.from_log)
+    before = list(launch.arguments if is_read else megatron_arguments.USUAL)
+    stated = launch.logged or closed_world.stated(launch.arguments)
+    if first.model:
+        first.model = known_name(first.model)
+        before += MODELS[first.model].arguments.split()
+    # The command line comes last, so that its numbers win.
+    known, _ = own.parse_known_args(before)
+    as_launched = {name: value for name, value in vars(known).items() if value is not None}
+    given = _parsed(words, known)
+    given.tokenizer = stated.get("tokenizer_model", "")
+    same = all(vars(given)[name] == value for name, value in as_launched.items())
+    launch = replace(launch, as_logged=same and given.gpus in (None, launch.gpus))
+    ours = {name for action in own._actions for name in (action.dest, *action.option_strings)}
+    judged, gpus, alone = closed_world.judge(launch, given, ours), given.gpus or launch.gpus, False
+    try:
+        setting = megatron_arguments.setting_of(given, gpus, launch.program)
+    except ValueError as error:
+        if is_read and given.gpus is None and "give --gpus" in str(error):
+            judged, gpus = judged._replace(uncounted={"--gpus": str(error)} | judged.uncounted), None
+        if not (is_read and judged.uncounted):
+            raise
+        # Of a model that cannot be planned the head still can.
+        setting, alone = megatron_arguments.setting_of(megatron_arguments.head_alone(given), gpus), True
+    if judged.no_effect and setting.training.fused_ce.loss_options:
+        stops = STOPS.format(setting.training.fused_ce.loss_options, judged.no_effect)
+        raise ValueError(f"the launch stops: {stops}")
+    notes = list(launch.notes)
+    if launch.no_gpus and not (gpus or alone):
+        fewest = f"planned for the fewest that the parallel sizes take, {setting.parallel.gpus}"
+        notes.insert(0, f"The number of GPUs is not known, {launch.no_gpus}: {fewest}; or give --gpus.")
+    impl = given.cross_entropy_fusion_impl if given.cross_entropy_loss_fusion else "unfused"
+    advised = partial(advise, gpu=_gpu(given), baseline=impl if impl in STOCK_PATHS else "unfused")
+    read = str(first.model or given.from_log or given.from_launch or "--")
+    name, flag = "the launch" if _is_launch(read) else Path(read).name, given.fused_chunked_ce
+    result = Result(name, setting, advised(setting), notes, judged, launch, alone=alone, has_flag=flag)
     if result.measured and abs(result.planned / result.measured - 1) <= OFF:
         # What was measured leads: every sum is moved by the difference.
         setting = replace(setting, beside=result.measured - result.planned)
-        result = replace(result, setting=setting, advice=advise(setting, gpu, baseline))
+        result = replace(result, setting=setting, advice=advised(setting))
     if judged.bounded and not result.measured:
-        most = closed_world.most(setting, judged.bounded)
-        result = replace(result, most=advise(most, gpu, baseline))
+        result = replace(result, most=advised(closed_world.most(setting, judged.bounded)))
     return result
 
 
@@ -173,13 +176,9 @@ def _parsed(words: Sequence[str], before: argparse.Namespace | None = None) -> a
     joined = re.sub(r"(^|\0)--ignore\0", r"\1--ignore=", "\0".join(words)).split("\0") if words else []
     parser = _parser(own=True)
     given, others = parser.parse_known_args(joined, before)
-    if others and (given.from_launch or given.from_log):
-        parser.error(
-            f"{others[0]} is no argument of plan, nor one that it counts: what a launch has belongs in it, "
-            "in quotes or in its script"
-        )
     if others:
-        parser.error(f"unrecognized arguments: {' '.join(others)}")
+        hint = ": what a launch has belongs in it, in quotes or in its script" * bool(given.from_launch)
+        parser.error(f"{others[0]} is no argument of plan, nor one that it counts{hint}")
     given.script_words, given.tokenizer = [], ""
     # A script with words of its own, and no wrapper of a command.
     if script := re.fullmatch(
@@ -194,102 +193,32 @@ def _is_launch(text: str) -> bool:
     return " " in text.strip() or text.startswith("--")
 
 
-def _read(
-    words: Sequence[str],
-) -> tuple[argparse.Namespace, Setting, TrainingLaunch | None, list[str], Judged]:
-    """A command line, its setting, the launch that it names, sentences about it, and what is not counted."""
-    first, own = _parsed(words), _parser(own=False)
-    launch, before = _launch(first, words, own._actions), list(megatron_arguments.USUAL)
-    if launch:
-        before = list(launch.arguments)
-        closed_world.ask_for_places(before)
-    if first.model:
-        first.model = known_name(first.model)
-        before += MODELS[first.model].arguments.split()
-    # The command line comes last, so that its numbers win.
-    known, _ = own.parse_known_args(before)
-    as_launched = {name: value for name, value in vars(known).items() if value is not None}
-    given = _parsed(words, known)
-    given.model = first.model
-    gpus, judged = given.gpus, Judged()
-    if launch is None:
-        return given, megatron_arguments.setting_of(given, gpus), None, [], closed_world.judge({}, given, ())
-    judged = _judged(launch, given, own)
-    given.tokenizer = (launch.logged or closed_world.stated(launch.arguments)).get("tokenizer_model", "")
-    same = all(vars(given)[name] == value for name, value in as_launched.items())
-    launch = replace(launch, as_logged=same and gpus in (None, launch.gpus))
-    gpus, notes = gpus or launch.gpus, list(launch.notes)
-    try:
-        setting = megatron_arguments.setting_of(given, gpus, launch.program)
-    except ValueError as error:
-        if given.gpus is None and "give --gpus" in str(error):
-            judged.uncounted["--gpus"], gpus = str(error), None
-        if not judged.uncounted:
-            raise
-        # Of a model that cannot be planned the head still can.
-        setting = megatron_arguments.setting_of(megatron_arguments.head_alone(given), gpus)
-    if not (given.gpus or launch.gpus):
-        fewest = f"planned for the fewest that the parallel sizes take, {setting.parallel.gpus}"
-        notes.insert(0, f"The number of GPUs is not known, {launch.no_gpus}: {fewest}; or give --gpus.")
-    return given, setting, launch, notes, judged
-
-
 def _launch(
     given: argparse.Namespace, words: Sequence[str], actions: Sequence[argparse.Action]
-) -> TrainingLaunch | None:
+) -> TrainingLaunch:
+    """The launch that a command line names; without one an empty one."""
     file, options = given.from_launch, [action.option_strings for action in actions]
-    if given.from_log:
-        text = read_text(given.from_log, MOST_LOG_BYTES, errors="replace")
-        if given.gpu is None and given.gpu_memory is None:
-            raise UsageError(f"a log does not say the GPU: give --gpu, one of {', '.join(GPUS)}")
-    for assignment in given.set if file else ():
-        if not re.match(r".+?=", assignment):
-            raise UsageError(f"--set takes NAME=VALUE, got {assignment!r}")
-        if _is_launch(file):
-            raise UsageError("--set is for the variables of a script; arguments in quotes have none")
     known = [name for names in options for name in names]
+    if wrong := [assignment for assignment in given.set if not re.match(r".+?=", assignment)]:
+        raise UsageError(f"--set takes NAME=VALUE, got {wrong[0]!r}")
+    if given.from_log and given.gpu is None and given.gpu_memory is None:
+        raise UsageError(f"a log does not say the GPU: give --gpu, one of {', '.join(GPUS)}")
     if file and _is_launch(file):
+        if given.set:
+            raise UsageError("--set is for the variables of a script; arguments in quotes have none")
         return launch_script.of_string(file, known, given.gpus is None)
+    if not (file or given.from_log):
+        return TrainingLaunch((), None)
+    read = Path(file or given.from_log)
+    text = read_text(read, MOST_SCRIPT_BYTES if file else MOST_LOG_BYTES, "strict" if file else "replace")
+    named = {word.partition("=")[0] for word in words}
+    answered = {name for names in options if named & set(names) for name in names}
+    values = dict(assignment.split("=", 1) for assignment in given.set)
     try:
         if given.from_log:
             return megatron_log.of_log(text, actions)
-        if not file:
-            return None
-        named = {word.partition("=")[0] for word in words}
-        answered = {name for names in options if named & set(names) for name in names}
-        values = dict(assignment.split("=", 1) for assignment in given.set)
-        script = read_text(Path(file), MOST_SCRIPT_BYTES)
         return launch_script.of_script(
-            script, values, known, answered, Path(file).parent, given.gpus is None, given.script_words
+            text, values, known, answered, read.parent, given.gpus is None, given.script_words
         )
-    except UsageError:
-        raise
     except ValueError as error:
-        raise ValueError(f"{file or given.from_log}: {error}") from None
-
-
-def _judged(launch: TrainingLaunch, given: argparse.Namespace, own: Parser) -> Judged:
-    """What of a launch is not counted and not vouched for."""
-    ours = {name for action in own._actions for name in (action.dest, *action.option_strings)}
-    logged = launch.logged is not None
-    values = launch.logged if launch.logged is not None else closed_world.stated(launch.arguments)
-    judged = closed_world.judge(values, given, ours, logged=logged)
-    uncounted = judged.uncounted | megatron_arguments.unsure(given)
-    uncounted |= {**closed_world.of_environment(launch.environment, given), **launch.doubts}
-    program = launch.program.rpartition("/")[2]
-    if program and program not in closed_world.PROGRAMS:
-        uncounted = {program.removeprefix("-m "): f"what {program} trains is not known"} | uncounted
-    if program == "pretrain_gpt.py" and megatron_arguments.is_hybrid(given, ""):
-        uncounted["--hybrid-layer-pattern"] = "a hybrid by pretrain_gpt.py is not counted"
-    vouched = {_plain(name): name for name in given.ignore}
-    left = {name: why for name, why in uncounted.items() if _plain(name) not in vouched}
-    if unknown := vouched.keys() - set(map(_plain, uncounted)):
-        names = ", ".join(uncounted) or "all of it is"
-        wrong = next(name for plain, name in vouched.items() if plain in unknown)
-        raise ValueError(f"--ignore {wrong} vouches for nothing here; not counted: {names}")
-    why = closed_world.why_no_effect(values, given, megatron_arguments.is_hybrid(given, program))
-    return Judged(left, judged.bounded, tuple(name for name in uncounted if name not in left), why)
-
-
-def _plain(name: str) -> str:
-    return name.strip("-").replace("-", "_")
+        raise ValueError(f"{read}: {error}") from None

@@ -10,7 +10,9 @@ from megatron_fused_ce.planner.memory import ITEMSIZES, LOGITS_BACKENDS, MIB, WG
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
-def _parser() -> Parser:
+@command("plan-head")
+def main(words: list[str]) -> int:
+    """Print the plan for the arguments, and what else there was to choose from."""
     text = "Choose strategy and chunks for a head, as a training run would."
     parser = Parser("python -m megatron_fused_ce plan-head", text)
     add, size = parser.add_argument, whole()
@@ -33,13 +35,7 @@ def _parser() -> Parser:
         help="H_t: hidden size of a frozen teacher beside the head (fused_linear_distillation)")  # fmt: skip
     add("--device", default="NVIDIA H200", help="as torch.cuda.get_device_name() says, or cpu")
     add("--mtp-num-layers", type=whole(0, 1000), default=0, help="depths of multi-token prediction")
-    return parser
-
-
-@command("plan-head")
-def main(words: list[str]) -> int:
-    """Print the plan for the arguments, and what else there was to choose from."""
-    given = _parser().parse_args(words)
+    given = parser.parse_args(words)
     dtype, teacher = DTYPES[given.dtype], given.teacher_hidden
     backend = given.logits_backend or ("scaled_exp" if given.dtype == "bf16" else "gemm_rows")
     options = {name: getattr(given, name) for name in ("strategy", "num_chunks", "chunk_tokens", "memory_mb")}

@@ -9,28 +9,19 @@ the figures from their peaks anew. The plugin's are :mod:`megatron_fused_ce.plan
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
 
 from megatron_fused_ce.adapter.arguments import FLAG
 from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.plan.setting import Setting
-from megatron_fused_ce.plan.static import CUBLAS_WORKSPACE
-from megatron_fused_ce.planner.choose import OverBudget, plan
+from megatron_fused_ce.planner.choose import OverBudget, in_forward, plan
 from megatron_fused_ce.planner.memory import MIB, STOCK_BYTES_WAITING, PlanInputs, stock_bytes_per_logit
 
-
-class StockPath(NamedTuple):
-    """One of Megatron's own cross entropies: bytes a logit, beside those at its peak."""
-
-    waiting: float  # of a use of the head (multi-token prediction) until its backward
-    largest: float  # of the largest tensor
-
-
-STOCK_PATHS = {
-    "unfused": StockPath(STOCK_BYTES_WAITING, largest=4),
-    "native": StockPath(STOCK_BYTES_WAITING, largest=4),
-    "te": StockPath(waiting=2, largest=2),
-}
+#: cuBLAS's workspace on Hopper, one of Transformer Engine's own products and one of torch's for each
+#: thread (forward, autograd): MiB of 2026-11-21-h200-longest-sequence.json, which has room for no other.
+CUBLAS_WORKSPACE = 32 * MIB
+#: Megatron's own cross entropies: bytes a logit of a use of the head (multi-token prediction) that waits for
+#: its backward, and of the largest tensor.
+STOCK_PATHS = {"unfused": (STOCK_BYTES_WAITING, 4), "native": (STOCK_BYTES_WAITING, 4), "te": (2, 2)}
 
 
 @dataclass(frozen=True)
@@ -38,10 +29,10 @@ class HeadMemory:
     """Memory of one way of computing the loss on the rank with the head."""
 
     name: str
-    flags: str  # to add to a launch; none of Megatron's own
     stock: bool
     peak: int  # bytes, beside its input (the final norm's output) and the rest of the step
     workspaces: int  # torch's own of cuBLAS that its GEMMs leave allocated, part of the peak
+    flags: str = ""  # to add to a launch; none of Megatron's own
     largest: int = 0  # tensor; 0 for the plugin's, whose buffers are cut out of each other's
     predicted: int = 0  # by the planner, which is compared with a budget; 0 for Megatron's own
     words: str = ""  # strategy and chunks of the plugin's
@@ -51,21 +42,20 @@ class HeadMemory:
 
 def stock_head(setting: Setting, name: str) -> HeadMemory:
     """One of :data:`STOCK_PATHS`: the larger of cross entropy and the output layer's backward behind it."""
-    path, logits = STOCK_PATHS[name], setting.num_tokens * setting.vocab_rows
+    (waiting, largest), logits = STOCK_PATHS[name], setting.num_tokens * setting.vocab_rows
     row, parts = setting.num_tokens * setting.model.hidden_size, setting.parallel.sequence_parts
     # grad_hidden; with sequence parallelism also its reduced part.
     products = logits + row + (row // parts if parts > 1 else 0)
     if not setting.training.gradient_fusion:
         products += setting.vocab_rows * setting.model.hidden_size
-    waiting = setting.model.mtp_num_layers * path.waiting * logits
-    at_peak = stock_bytes_per_logit(name, setting.itemsize == 4)
+    at_peak = stock_bytes_per_logit(name, setting.itemsize == 4) * logits
+    held = setting.model.mtp_num_layers * waiting * logits + 2 * CUBLAS_WORKSPACE
     return HeadMemory(
         name,
-        "",
         stock=True,
-        peak=round(max(at_peak * logits, setting.itemsize * products) + waiting) + 2 * CUBLAS_WORKSPACE,
+        peak=max(at_peak, setting.itemsize * products) + held,
         workspaces=2 * CUBLAS_WORKSPACE,
-        largest=round(path.largest * logits),
+        largest=largest * logits,
     )
 
 
@@ -88,6 +78,8 @@ def plugin_head(
     config = replace(training.fused_ce, strategy=strategy)
     if memory_mb is not None:
         config = replace(config, memory_mb=memory_mb)
+    # As losses.label.loss_of says it of terms: a z-loss alone has no bound.
+    runs, may = in_forward(config, training.dtype, None if config.z_loss else 1.0)
     # As logits.choose.why_not_scaled_exp says it of tensors.
     exp = (
         exp_serves
@@ -98,7 +90,7 @@ def plugin_head(
     )
     accumulator = "main_grad" if training.gradient_bytes == 4 else "low_main_grad"
     inputs = PlanInputs(
-        config=config,
+        config=runs,
         num_tokens=setting.num_tokens,
         hidden_size=model.hidden_size,
         num_rows=setting.vocab_rows,
@@ -106,7 +98,7 @@ def plugin_head(
         num_parts=parallel.sequence_parts,
         tp_size=parallel.tensor,
         wgrad_accumulator=accumulator if training.gradient_fusion else "returned",
-        token_weights_known=token_weights_known,
+        token_weights_known=token_weights_known and may,
         logits_backend="scaled_exp" if exp else "gemm_rows",
         device=device,
         uses_in_flight=1 + model.mtp_num_layers,
@@ -121,8 +113,8 @@ def plugin_head(
     grad_hidden = setting.itemsize * setting.num_tokens * model.hidden_size // parallel.sequence_parts
     return HeadMemory(
         strategy,
-        _flags(config),
         stock=False,
+        flags=_flags(config),
         peak=memory.total - unused + grad_hidden,
         workspaces=memory.workspace - unused,
         predicted=memory.total,

@@ -6,12 +6,12 @@ import contextlib
 import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_fused_ce.plan.closed_world import harmless
+from megatron_fused_ce.plan.closed_world import TrainingLaunch
 from megatron_fused_ce.plan.shell_words import SHELLS, readable, unknown, unknowns
 
 if TYPE_CHECKING:
@@ -52,27 +52,6 @@ _SLURM = {
     "SLURM_NTASKS_PER_NODE": ("--ntasks-per-node",),
     "SLURM_GPUS_PER_NODE": ("--gpus-per-node",),
 }
-
-
-@dataclass(frozen=True)
-class TrainingLaunch:
-    """One training's arguments."""
-
-    arguments: tuple[str, ...]
-    gpus: int | None  # processes over all nodes; None if the launcher's arguments do not say
-    no_gpus: str = ""  # why they do not, a clause
-    program: str = ""  # the Python file that is started, or -m and a module; empty where none is named
-    notes: tuple[str, ...] = ()  # sentences about what was read
-    #: of a log: the largest peak that Megatron says it measured, whether the run died of memory, whether the
-    #: plan is of that run without a change, and every argument as printed, by its destination
-    measured_bytes: int | None = None
-    out_of_memory: bool = False
-    as_logged: bool = True
-    logged: Mapping[str, str] | None = None
-    environment: Mapping[str, str] = field(default_factory=dict)  # variables set beside, of which some matter
-    doubts: Mapping[str, str] = field(
-        default_factory=dict
-    )  # what could not be read, by a name, with a clause
 
 
 def of_string(text: str, known: Collection[str] = (), count_gpus: bool = True) -> TrainingLaunch:
@@ -122,9 +101,9 @@ def of_script(
     slurm = [word for line in lines for word in shlex.split(line, comments=True)]
     by_slurm = {name: value for name, options in _SLURM.items() if (value := _value_of(options, slurm))}
 
-    def follow(given: Mapping[str, str]) -> tuple[Reader, Command, int, list[_Missing], bool]:
-        """What the script does, its launch, and what is not known of it, the number of ranks first."""
-        reader = Reader(given, folder, by_slurm, harmless)
+    def follow(given: Mapping[str, str]) -> tuple[Reader, Command, int, list[_Missing], list[_Missing]]:
+        """What the script does, its launch, and what is not known of its number of ranks and of the rest."""
+        reader = Reader(given, folder, by_slurm)
         reader.values |= {"@": list(words)} if words else {}
         reader.read(text)
         if strange := set(given) - reader.names:
@@ -136,10 +115,10 @@ def of_script(
         ranks = [option for way in _LAUNCHERS.get(name, ()) for names in way for option in names]
         of_launcher = _missing(options, ranks) if count_gpus else []
         others = _missing(launch.words[place + 1 :], set(known) - set(answered))
-        return reader, launch, place, [*of_launcher, *others], bool(of_launcher)
+        return reader, launch, place, of_launcher, others
 
-    reader, command, place, missing, or_gpus = follow(given)
-    _ask(missing, or_gpus)
+    reader, command, place, of_launcher, others = follow(given)
+    _ask([*of_launcher, *others], bool(of_launcher))
     notes = [
         f"{mark} may give arguments, which are not counted."
         for mark in unknowns(" ".join(command.words[place:]))
@@ -148,8 +127,9 @@ def of_script(
     if decide := reader.defaults:
         # Those that would be asked for if the script had no default.
         with contextlib.suppress(ValueError):
-            asked = follow({**{name: unknown(name) for name in decide}, **given})[3]
-            decide = {name: decide[name] for name in decide if name in (mark for mark, _ in asked)}
+            *_, of_launcher, others = follow({**{name: unknown(name) for name in decide}, **given})
+            asked = [mark for mark, _ in (*of_launcher, *others)]
+            decide = {name: decide[name] for name in decide if name in asked}
     if told := ", ".join(f"{name}={value}" for name, value in decide.items()):
         notes.append(f"Defaults taken from the script: {told}; --set NAME=VALUE gives another.")
     # Values on the plan's command line stand for those that only the launch knows.
@@ -161,12 +141,7 @@ def of_script(
     left = [readable(word) for index, word in enumerate(command.words) if index not in dropped]
     launch = _launch(left, place, slurm, count_gpus)
     texts = {name: readable(value) for name, value in command.values.items() if isinstance(value, str)}
-    return replace(
-        launch,
-        notes=(*reader.notes, *notes),
-        environment={**texts, **launch.environment},
-        doubts={**launch.doubts, **reader.doubts},
-    )
+    return replace(launch, notes=(*reader.notes, *notes), environment={**texts, **launch.environment})
 
 
 def _the_launch(found: Sequence[Command], known: Collection[str]) -> tuple[Command, int]:

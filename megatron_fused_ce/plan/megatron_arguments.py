@@ -13,10 +13,10 @@ from typing import Any
 
 from megatron_fused_ce.adapter.arguments import config_from_args
 from megatron_fused_ce.cli.command_line import number, whole
-from megatron_fused_ce.plan.closed_world import arguments, flash_attention
+from megatron_fused_ce.plan.closed_world import arguments, flash_attention, is_hybrid
 from megatron_fused_ce.plan.named_models import vocabulary_of
 from megatron_fused_ce.plan.setting import (
-    RECOMPUTE_MODULES,
+    LETTERS,
     DecoderSizes,
     Latent,
     Mixture,
@@ -47,15 +47,12 @@ MOST_LAYERS = 10**5
 #: Tokens of the busiest rank's experts over an even spread: no router spreads them evenly in every step (the
 #: records of tests/plan/megatron_records.tsv lie at 1.0 to 1.3).
 BUSIEST = 1.1
-#: Layers of a hybrid model that are counted: Mamba, attention, MLP, experts.
-_LETTERS = "M*-E"
-#: Transformer Engine's flash attention serves heads up to it on every GPU.
-LARGEST_FLASH_HEAD = 256
 
 
 def add_megatron_arguments(parser: argparse.ArgumentParser) -> None:
     """Those that are counted, and what a head's numbers depend on."""
     group = parser.add_argument_group("Megatron's arguments")
+    kinds: dict[str, Any] = {"a share": number(most=1), "layers": _layer_frequency}
     for name, known in arguments().items():
         counted = known.which.split()[:1] == ["counted"] and name != "hybrid_override_pattern"
         if not counted and name not in _OF_THE_HEAD:
@@ -69,10 +66,13 @@ def add_megatron_arguments(parser: argparse.ArgumentParser) -> None:
             group.add_argument(*flags, dest=name, nargs="*")
         else:
             # Megatron makes a micro-batch's of others; here it has one.
-            default = "1" if name == "micro_batch_size" else known.default.removeprefix("AttnBackend.")
+            default = next(value for value in reversed(known.defaults) if value != ".")
+            default = "1" if name == "micro_batch_size" else default.removeprefix("AttnBackend.")
             choices = known.why.split()[2:] if known.why.startswith("one of ") else None
+            bounds = re.fullmatch(r"(\d+) to (\d+)", known.why)
+            of = whole(int(bounds[1]), int(bounds[2])) if bounds else kinds.get(known.why, str)
             group.add_argument(
-                *flags, dest=name, metavar=None if choices else "X", choices=choices, type=_type(known.why),
+                *flags, dest=name, metavar=None if choices else "X", choices=choices, type=of,
                 default=None if default == "None" else default,
             )  # fmt: skip
     group.add_argument(
@@ -80,13 +80,6 @@ def add_megatron_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="not Megatron's: norms behind attention and MLP as well (Gemma 2)",
     )
-
-
-def _type(values: str) -> Any:
-    """The type of an argument by the last column of the file."""
-    if bounds := re.fullmatch(r"(\d+) to (\d+)", values):
-        return whole(int(bounds[1]), int(bounds[2]))
-    return {"a share": number(most=1), "layers": _layer_frequency}.get(values, str)
 
 
 def _layout(text: str) -> tuple[int, ...]:
@@ -134,31 +127,6 @@ _OF_LAYERS = (
 )
 
 
-def unsure(given: argparse.Namespace) -> dict[str, str]:
-    """Counted arguments with values that a plan does not count, and a clause that says why."""
-    found = {}
-    if letters := set(given.hybrid_layer_pattern or "") - set(_LETTERS) - set("|/"):
-        found["--hybrid-layer-pattern"] = f"layers of kind {' '.join(sorted(letters))} are not counted"
-    if modules := set(given.recompute_modules or ()) - set(RECOMPUTE_MODULES):
-        found["--recompute-modules"] = f"recomputing {' '.join(sorted(modules))} is not counted"
-    if flash_attention(given) and not (given.bf16 or given.fp16):
-        found["--bf16"] = "attention in fp32, which flash attention does not serve, is not counted"
-    width = given.kv_channels or (given.hidden_size or 0) // (given.num_attention_heads or 1)
-    if flash_attention(given) and width > LARGEST_FLASH_HEAD:
-        found["--kv-channels"] = f"heads of {width}, which flash attention may not serve, are not counted"
-    if given.cross_entropy_fusion_impl == "linear" and given.cross_entropy_loss_fusion:
-        linear = "a loss of Megatron's dev branch, which the flag replaces, is not counted"
-        found |= {} if given.fused_chunked_ce else {"--cross-entropy-fusion-impl": f"linear, {linear}"}
-    if re.search(r"m.*\|", given.pipeline_model_parallel_layout or ""):
-        found["--pipeline-model-parallel-layout"] = "prediction before the last stage is not counted"
-    return found
-
-
-def is_hybrid(given: argparse.Namespace, program: str) -> bool:
-    """Whether it trains a hybrid model: by program, pattern or spec."""
-    return bool(given.hybrid_layer_pattern or re.search("mamba|hybrid", f"{program} {given.spec}"))
-
-
 def head_alone(given: argparse.Namespace) -> argparse.Namespace:
     """A launch with the same head and plain layers, for a model that cannot be planned."""
     plain: dict[str, Any] = dict.fromkeys(_OF_LAYERS) | {"kv_channels": 64, "expert_model_parallel_size": 1}
@@ -186,17 +154,16 @@ def setting_of(given: argparse.Namespace, gpus: int | None = None, program: str 
 
 def _needed(given: argparse.Namespace, name: str) -> int:
     value: int | None = getattr(given, name)
-    if value is None and name == "vocab_size" and (size := vocabulary_of(getattr(given, "tokenizer", ""))):
-        raise ValueError(
-            f"--vocab-size is missing: give --vocab-size {size} beside the launch, as {given.tokenizer} has"
-        )
-    if value is None:
-        # No model has a length of its own, and beside a log or a launch none can be named.
-        is_read = getattr(given, "from_log", None) or getattr(given, "from_launch", None)
-        named = ", or --model NAME, --from-log FILE or --from-launch FILE" * (name != "seq_length")
-        where = " beside the launch" if is_read else named
-        raise ValueError(f"--{name.replace('_', '-')} is missing: give it{where}")
-    return value
+    if value is not None:
+        return value
+    size = vocabulary_of(getattr(given, "tokenizer", "")) if name == "vocab_size" else None
+    option, where = f"--{name.replace('_', '-')}", ", or --model NAME, --from-log FILE or --from-launch FILE"
+    if getattr(given, "from_log", None) or getattr(given, "from_launch", None):
+        where = " beside the launch"
+    elif name == "seq_length":  # no model has a length of its own
+        where = ""
+    known = f"{option} {size}{where}, as {given.tokenizer} has" if size else f"it{where}"
+    raise ValueError(f"{option} is missing: give {known}")
 
 
 def _model(given: argparse.Namespace, hybrid: bool) -> DecoderSizes:
@@ -207,8 +174,8 @@ def _model(given: argparse.Namespace, hybrid: bool) -> DecoderSizes:
             "them, or give --kv-channels"
         )
     pattern, *predicted = (given.hybrid_layer_pattern or "").replace("|", "").split("/")
-    if strange := set(pattern + "".join(predicted)) - set(_LETTERS):
-        raise ValueError(f"the hybrid pattern has {''.join(sorted(strange))!r}; known are {_LETTERS}")
+    if strange := set(pattern + "".join(predicted)) - set(LETTERS):
+        raise ValueError(f"the hybrid pattern has {''.join(sorted(strange))!r}; known are {LETTERS}")
     if hybrid and not pattern:
         pattern = "M" * _needed(given, "num_layers")
     embedding, positions = given.position_embedding_type, 0

@@ -14,8 +14,7 @@ from argparse import Action
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron_fused_ce.plan.closed_world import arguments
-from megatron_fused_ce.plan.launch_script import TrainingLaunch
+from megatron_fused_ce.plan.closed_world import TrainingLaunch, arguments
 
 _BEGIN = "------------------------ arguments ------------------------"
 _END = "-------------------- end of arguments ---------------------"
@@ -49,23 +48,28 @@ def of_log(text: str, actions: Sequence[Action]) -> TrainingLaunch:
     Raises:
         ValueError: the log has no block of arguments, or none that is whole.
     """
-    runs = _runs(text)
-    wanted = [action for action in actions if action.dest != "help"]
-    needed = ["world_size", *(action.dest for action in wanted if not _may_lack(action.dest))]
+    runs, known = _runs(text), arguments()
+    # A log may lack the plugin's, this plan's, those of some versions, and one that Megatron deletes.
+    always = [name for name in known if "." not in known[name].defaults and name != "recompute_activations"]
+    needed = [*(action.dest for action in actions if action.dest in always), "world_size"]
     whole = [run for run in runs if run.whole and {*needed} <= run.values.keys() and _YAML not in run.values]
     if not whole:
         raise ValueError(_why_none(runs, needed))
     run, notes = whole[-1], []
     if len(runs) > 1:
-        which = "the last." if run is runs[-1] else "the last that is whole."
-        notes = [
-            f"The log has {len(runs)} blocks of arguments: this is the one from line {run.begins}, {which}"
-        ]
-    values = {**run.values, "vocab_size": run.vocab_size or _vocabulary(run.values)}
+        which = "the last" if run is runs[-1] else "the last that is whole"
+        notes = [f"The log has {len(runs)} blocks of arguments: the one from line {run.begins}, {which}."]
+    values = dict(run.values)
+    # Where no tokenizer spoke: a mock tokenizer's size, to which Megatron before 0.18 adds a token.
+    size = run.vocab_size or values["vocab_size"]
+    mock = values.get("tokenizer_type") == "NullTokenizer" and "null_tokenizer_eod_id" not in values
+    if mock and not run.vocab_size and size.isdigit():
+        size = str(int(size) + 1)
+    values["vocab_size"] = values.get("padded_vocab_size", "None") if size == "None" and not mock else size
     if values.get("group_query_attention") != "True":
         values["num_query_groups"] = "None"  # printed, and without effect
     return TrainingLaunch(
-        tuple(word for action in wanted for word in _words(action, values)),
+        tuple(word for action in actions for word in _words(action, values)),
         int(values["world_size"]),
         notes=tuple(notes),
         measured_bytes=round(run.peak_mib * 2**20) or None,
@@ -98,32 +102,14 @@ def _runs(text: str) -> list[_Run]:
     return runs
 
 
-def _may_lack(name: str) -> bool:
-    """Whether a log may: the plugin's, this plan's, not of every version; or Megatron deletes it."""
-    known = arguments().get(name)
-    return known is None or "." in known.defaults or name == "recompute_activations"
-
-
 def _why_none(runs: Sequence[_Run], needed: Sequence[str]) -> str:
     if not runs:
         return f'no line "{_BEGIN}": it is in the output of rank 0, at the start of the run'
     run = runs[-1]
     if _YAML in run.values:
         return "a launch by --yaml-cfg, whose log has other names, is not read: give Megatron's arguments"
-    lost = [name for name in (*needed[1:], needed[0]) if name not in run.values]
-    what = f"{', '.join(lost[:3])}{' ...' if len(lost) > 3 else ''}" if lost else "no end"
-    return (
-        f"the block of arguments from line {run.begins} is cut off or has lost lines ({what}): give a log "
-        "with all of it"
-    )
-
-
-def _vocabulary(values: Mapping[str, str]) -> str:
-    """Where no tokenizer spoke: a mock tokenizer's size, to which Megatron before 0.18 adds a token."""
-    size = values.get("vocab_size", "None")
-    if values.get("tokenizer_type") == "NullTokenizer" and "null_tokenizer_eod_id" not in values:
-        return str(int(size) + 1) if size.isdigit() else size
-    return size if size != "None" else values.get("padded_vocab_size", "None")
+    lost = ", ".join([name for name in needed if name not in run.values][:3]) or "no end"
+    return f"the block of arguments from line {run.begins} has lost lines ({lost}): give a log with all of it"
 
 
 def _words(action: Action, values: Mapping[str, str]) -> list[str]:

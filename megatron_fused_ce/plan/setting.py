@@ -11,6 +11,9 @@ from megatron_fused_ce.planner.memory import ITEMSIZES
 #: Parts of a layer that Megatron's ``--recompute-modules`` computes again, by its own names.
 RECOMPUTE_MODULES = (*("core_attn", "layernorm", "mlp", "moe"), *("moe_act", "mla_up_proj", "shared_experts"))
 
+#: Layers of a hybrid model that are counted: Mamba, attention, MLP, experts.
+LETTERS = "M*-E"
+
 
 @dataclass(frozen=True)
 class Latent:
@@ -259,21 +262,3 @@ class Setting:
     def num_tokens(self) -> int:
         """``T``: tokens of a micro-batch seen by the tensor-parallel group."""
         return self.training.sequence * self.training.micro_batch // self.parallel.context
-
-    @property
-    def not_measured(self) -> list[str]:
-        """What no launch was measured with: its bytes are derived from code alone (docs/plan.md)."""
-        model, parallel, training = self.model, self.parallel, self.training
-        kinds = {
-            "experts": model.mixture,
-            "latent attention": model.latent,
-            "Mamba mixers": model.state_space,
-            "learned positions": model.learned_positions,
-            "MLPs without a gate": not model.gated and "-" in (model.pattern or "-"),
-            "norms behind attention and MLP": model.post_norms,
-            training.dtype: training.dtype != "bfloat16",
-            "selective recomputation": set(training.recompute.modules) - {"core_attn"},
-            "tensor parallelism above 4": parallel.tensor > 4,
-            "pipeline stages without a head": parallel.pipeline > 1,
-        }
-        return [kind for kind, there in kinds.items() if there]

@@ -17,7 +17,9 @@ from typing import NamedTuple
 import tree_sitter_bash
 from tree_sitter import Language, Node, Parser
 
+from megatron_fused_ce.cli.command_line import read_text
 from megatron_fused_ce.plan import shell_words
+from megatron_fused_ce.plan.closed_world import arguments, stated
 from megatron_fused_ce.plan.shell_words import (
     REDIRECTS,
     SHELLS,
@@ -43,8 +45,6 @@ _TAKES_A_WORD = re.compile(
 #: Commands that are taken to end well, and have no part in a launch; and those that read into variables.
 _QUIET = ("echo", "printf", "cd", "mkdir", "true", ":", "pushd", "popd", "module", "ulimit", "shopt")
 _READERS = ("read", "mapfile", "readarray", "getopts", "let")
-#: Commands that change files that they name; some only when told so.
-_WRITERS, _IN_PLACE = ("tee", "cp", "mv", "patch", "sed", "perl"), re.compile(r"-\w*i.*|--in-place.*")
 #: Functions and scripts within each other, and steps, at most.
 _DEEPEST, _MOST_STEPS = 20, 10**5
 
@@ -60,23 +60,12 @@ class Command(NamedTuple):
 class Reader(shell_words.Words):
     """Follows scripts, and collects the commands that run or may run."""
 
-    def __init__(
-        self,
-        given: Mapping[str, str],
-        folder: Path | None,
-        values: Mapping[str, str],
-        harmless: Callable[[Sequence[str]], bool] = lambda words: False,
-    ) -> None:
-        """``harmless`` words of a command line change nothing that is asked."""
+    def __init__(self, given: Mapping[str, str], folder: Path | None, values: Mapping[str, str]) -> None:
         super().__init__(given, values)
-        self.folder, self.harmless = folder, harmless
+        self.folder = folder
         self.found: list[Command] = []
         self.names: set[str] = set()  # of every variable
         self.notes: list[str] = []  # sentences about what was not followed
-        self.doubts: dict[
-            str, str
-        ] = {}  # files that are read and that the script changed before, with a clause
-        self._written: set[str] = set()
         self._functions: dict[str, Node] = {}
         self._locals: dict[str, Value | None] | None = None  # values to restore behind the function
         self._leaves = ""  # by exit, return, break or continue, until the function or loop is left
@@ -169,7 +158,14 @@ class Reader(shell_words.Words):
             case "variable_assignment":
                 self.assign(node)
             case "declaration_command":
-                self._declare(node)
+                for part in parts:
+                    assigns = part.type == "variable_assignment"
+                    name = source(part.named_children[0] if assigns else part)
+                    if node.children[0].type == "local" and self._locals is not None:
+                        self._locals.setdefault(name, self.values.get(name))
+                        self.values[name] = ""
+                    if assigns:
+                        self.assign(part)
             case "unset_command":
                 for part in parts:
                     self.values.pop(source(part), None)
@@ -222,9 +218,11 @@ class Reader(shell_words.Words):
             self.values[name] = least if same else unknown(why or name)
 
     def _same(self, least: Value, value: Value | None) -> bool:
+        """Whether it is, or has behind it words of a command line that change nothing that is asked."""
         words, more = (one.split() if isinstance(one, str) else one or [] for one in (least, value))
-        longer = type(least) is type(value) and more[: len(words)] == words and len(more) > len(words)
-        return value == least or (longer and self.harmless(more[len(words) :]))
+        added = more[len(words) :] if type(least) is type(value) and more[: len(words)] == words else []
+        known = {arguments()[name].which if name in arguments() else "-" for name in stated(added)}
+        return value == least or (known == {"none"} and added[0].startswith("--"))
 
     def _clauses(self, node: Node) -> list[Choice]:
         """``if`` and each ``elif``; ``else`` has no condition."""
@@ -272,16 +270,6 @@ class Reader(shell_words.Words):
 
     # --- commands ----------------------------------------------------------------------------
 
-    def _declare(self, node: Node) -> None:
-        for part in node.named_children:
-            assigns = part.type == "variable_assignment"
-            name = source(part.named_children[0] if assigns else part)
-            if node.children[0].type == "local" and self._locals is not None:
-                self._locals.setdefault(name, self.values.get(name))
-                self.values[name] = ""
-            if assigns:
-                self.assign(part)
-
     def _command(self, node: Node) -> Truth:
         """``node`` with its redirections; tree-sitter takes words behind one's target for more targets."""
         command = node.child_by_field_name("body") or node
@@ -295,8 +283,6 @@ class Reader(shell_words.Words):
                 before.append(part)
             elif part.type in REDIRECTS:
                 targets = part.children_by_field_name("destination")
-                if any(">" in sign.type for sign in part.children):
-                    self._written |= {self.text(one).rpartition("/")[2] for one in targets[:1]}
                 behind = targets[1:] + part.children_by_field_name("argument")
                 words += [word for one in behind for word in self.fields(one)]
                 if words[:1] == ["read"] and "-d" in words and part.type == "heredoc_redirect":
@@ -331,7 +317,12 @@ class Reader(shell_words.Words):
             case "test":
                 return self.read(f"[ {shlex.join(others)} ]")
             case "source" | ".":
-                return self._source(readable(" ".join(others[:1])).rpartition("/")[2])
+                # A script of the same folder, whatever the path to it is made of.
+                file = readable(" ".join(others[:1])).rpartition("/")[2]
+                if self.folder and file and (self.folder / file).is_file():
+                    return self.read(read_text(self.folder / file))
+                self.notes.append(f"{file} is not in the script's folder: what it sets is not seen.")
+                return ""
             case "set":
                 if "--" in others or (others[:1] and others[0][0] not in "-+"):
                     self.values["@"] = others[others.index("--") + 1 :] if "--" in others else others
@@ -346,18 +337,7 @@ class Reader(shell_words.Words):
             names = [match[0] for word in others if (match := shell_words.NAME.match(word))]
             self.values |= {name: unknown(name) for name in names}
             return ""
-        if name in _WRITERS and (name not in ("sed", "perl") or any(map(_IN_PLACE.fullmatch, others))):
-            self._written |= {word.rpartition("/")[2] for word in others}
         return self._apart(lambda: self._process(words, before, text))
-
-    def _source(self, file: str) -> Truth:
-        """A script of the same folder, whatever the path to it is made of."""
-        if file in self._written:
-            self.doubts[file] = f"{file}, which the script changes before it reads it, is not counted"
-        if self.folder and file and (self.folder / file).is_file():
-            return self.read((self.folder / file).read_text())
-        self.notes.append(f"{file} is not in the script's folder: what it sets is not seen.")
-        return ""
 
     def _process(self, words: list[str], before: Sequence[Node], text: str) -> Truth:
         """A command that is no part of bash; a script within it is followed, behind the words before it."""

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 
+from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.planner.chunks import Cut
 from megatron_fused_ce.planner.memory import (
     MIB,
@@ -192,6 +193,14 @@ class OverBudget(ValueError):
     def __init__(self, message: str, least: Plan) -> None:
         super().__init__(message)
         self.least = least  #: the plan that needs the least
+
+
+def in_forward(config: FusedCEConfig, dtype: str, bound: float | None) -> tuple[FusedCEConfig, bool]:
+    """The config of a plan, and whether gradients may be made in the forward: in fp16 with a ``bound`` of the
+    loss alone (:attr:`.Term.bound`)."""
+    may = dtype != "float16" or (bound is not None and bound <= 1 + 1e-6)
+    by_name = config.strategy == "grad_in_forward" and not may
+    return replace(config, strategy="auto") if by_name else config, may
 
 
 @lru_cache(maxsize=512)

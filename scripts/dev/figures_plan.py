@@ -16,12 +16,11 @@ from typing import Any
 
 from megatron_fused_ce.config import STRATEGY_CHOICES, FusedCEConfig
 from megatron_fused_ce.plan import command
-from megatron_fused_ce.plan.advice import Gpu
-from megatron_fused_ce.plan.heads import HeadMemory, plugin_head, stock_head
+from megatron_fused_ce.plan.answer import Gpu
+from megatron_fused_ce.plan.heads import CUBLAS_WORKSPACE, HeadMemory, plugin_head, stock_head
 from megatron_fused_ce.plan.named_models import MODELS
 from megatron_fused_ce.plan.peaks import estimate
 from megatron_fused_ce.plan.setting import DecoderSizes, Parallel, Setting, StepSettings
-from megatron_fused_ce.plan.static import CUBLAS_WORKSPACE
 from megatron_fused_ce.planner.choose import Plan, plan
 from megatron_fused_ce.planner.memory import MIB, PlanInputs
 from megatron_fused_ce.scripts.lib import results

@@ -204,6 +204,8 @@ def test_what_is_no_term():
         torch.ones(3) * losses.CrossEntropy()
     with pytest.raises(TypeError):
         losses.CrossEntropy() + 1.0
+    with pytest.raises(TypeError, match=r"got <class .*Perplexity'>: give an instance"):
+        losses.check(Perplexity)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import ones
@@ -41,6 +43,16 @@ class Sharded(torch.Tensor):
 
 class NoHash(Focal):
     __hash__ = None
+
+
+Holder = dataclasses.make_dataclass("Holder", ["by"], frozen=True)
+
+
+class Slotted:
+    __slots__ = ("by",)
+
+    def __init__(self, by):
+        self.by = by
 
 
 class Late(Focal):
@@ -150,7 +162,8 @@ REFUSED = {
             (_with(gives=("beta",)), T, "expected a tuple of at, alpha"),
             ({"terms": {"loss": 0.5 * Focal(ones(())) + losses.CrossEntropy()}}, T, "has a tensor"),
             ({"terms": {"loss": Focal((ones(()),))}}, T, "has a tensor"),
-            ({"terms": {"loss": Focal(torch.nn.Linear(1, 1))}}, T, "has a tensor"),
+            ({"terms": {"loss": Focal(Holder(torch.nn.Linear(1, 1)))}}, T, "has a tensor"),
+            ({"terms": {"loss": Focal(Slotted(Holder(trained(1))))}}, T, "has a tensor"),
             ({"terms": {"loss": Focal(torch.nn.Linear(1, 1).forward)}}, T, "has a tensor"),
             ({"terms": {"loss": 0.5 * Focal(capture(trained(1)))}}, T, "has a tensor"),
             (_with(value=capture(trained(1))), T, "has a tensor"),

@@ -16,7 +16,7 @@ import pytest
 
 import megatron_fused_ce
 from megatron_fused_ce import __main__ as package_command
-from megatron_fused_ce.plan import advice, closed_world, command, heads, static
+from megatron_fused_ce.plan import answer, closed_world, command, heads, peaks
 from megatron_fused_ce.plan.answer import sentences
 from megatron_fused_ce.plan.command import plan_of, setting_of
 from megatron_fused_ce.plan.named_models import MODELS
@@ -45,7 +45,7 @@ def test_the_examples_can_be_planned_and_have_the_models_size(example):
     assert (parallel.gpus, parallel.data) == (known["gpus"], known["data_parallel"])
     if known["billions"]:
         alone = replace(found.setting, vocab_divisor=1)
-        assert static.parameters(alone) / 1e9 == pytest.approx(known["billions"], rel=1e-3)
+        assert peaks.parameters(alone) / 1e9 == pytest.approx(known["billions"], rel=1e-3)
     assert found.advice.recommended.verdict == "fits"
 
 
@@ -130,7 +130,7 @@ def test_arguments_become_sizes(words, names, expected):
 def test_a_layout_of_the_stages(layout, stages, layers):
     words = ["--num-layers", str(sum(map(sum, layers))), "--pp", str(stages), "--mtp-num-layers", "1"]
     words += ["--pipeline-model-parallel-layout", layout]
-    found = static.stages(setting_of([*shlex.split(TINY), *words]))
+    found = peaks.stages(setting_of([*shlex.split(TINY), *words]))
     assert [[len(chunk) for chunk in stage.chunks] for stage in found] == layers
     # A stage without layers, or without its last ones, can be planned.
     plan_of([*shlex.split(TINY), *words])
@@ -144,8 +144,13 @@ def test_what_keeps_the_head_with_megatron_is_told_everywhere(capsys):
     ):
         launch = ["--from-launch", f"pretrain_gpt.py {TINY} --bf16 {flags}", "--gpus", "2"]
         assert (plan_of(launch).decision == "no effect") == bool(why)
-        command.main(launch)
+        status = command.main(launch)
         assert ("--fused-chunked-ce," in capsys.readouterr().out) == (not why)
+        # The adapter stops where Megatron's own loss would leave out an option; here by the same words.
+        assert command.main([*launch, "--fused-ce-z-loss", "1e-4"]) == (2 if why else status)
+        error = capsys.readouterr().err
+        assert error.startswith("plan: the launch stops: z_loss: Megatron's own loss knows") == bool(why)
+        assert why in error
         command.main([*launch, "--explain"])
         assert ("The flag would run as" in capsys.readouterr().out) == (not why)
         command.main([*launch, "--json"])
@@ -160,7 +165,7 @@ def test_the_heads_two_numbers_come_first_by_hand():
         "--num-layers 2 --hidden-size 4096 --num-attention-heads 32 --vocab-size 128256 --seq-length 131072"
     )
     found = plan_of(["--from-launch", f"pretrain_gpt.py {words} --bf16 --my-own 1", "--gpus", "1"])
-    before = (6 * 131072 * 128256 + 2 * static.CUBLAS_WORKSPACE) / 2**30
+    before = (6 * 131072 * 128256 + 2 * heads.CUBLAS_WORKSPACE) / 2**30
     head = functools.partial(
         heads.plugin_head, found.setting, found.advice.gpu.device, "auto", exp_serves=True
     )
@@ -173,6 +178,14 @@ def test_the_heads_two_numbers_come_first_by_hand():
     )
 
 
+def test_fp16_with_a_z_loss_makes_no_gradients_in_the_forward():
+    """As the run (tests/op/test_promise.py), for which it has no bound."""
+    for dtype, words in (("--bf16", "grad_in_forward, 4"), ("--fp16", "recompute, 4")):
+        launch = f"{MODELS['llama-3-8b'].arguments} --seq-length 32768 {dtype} --fused-ce-z-loss 1e-4"
+        found = plan_of(["--from-launch", launch]).advice
+        assert all(found.way(name).head.words.startswith(words) for name in ("auto", "grad_in_forward"))
+
+
 def test_a_mask_that_is_reset_is_bounded():
     """A byte for each pair of tokens more, at most: the verdict holds with it, or there is none."""
     words = f"{MODELS['llama-3.2-1b'].arguments} --seq-length 32768 --bf16 --recompute-granularity full"
@@ -180,7 +193,7 @@ def test_a_mask_that_is_reset_is_bounded():
     found = plan_of(launch)
     low, high = found.advice.baseline.peak, found.most.baseline.peak
     assert high - low == 32768**2 and not found.doubts
-    room = advice.TIGHT * found.advice.baseline.head.largest
+    room = answer.TIGHT * found.advice.baseline.head.largest
     between = ((low + high) / 2 + room) / 2**30 + command.OVERHEAD_GIB
     (doubt,) = plan_of([*launch, "--gpu-memory", f"{between}"]).doubts
     assert doubt.startswith("--reset-attention-mask may take it from")
@@ -194,7 +207,16 @@ def test_fewer_gpus_than_a_layout_needs_have_a_head():
     ]
     enough = plan_of(["--from-launch", launch, "--gpus", "16"])
     assert found.advice.baseline.head == enough.advice.baseline.head
-    assert "vouch" not in dict(sentences(found))
+    assert not {"vouch", "setting"} & dict(sentences(found)).keys()
+    numbers = answer.as_dictionary(found)
+    assert numbers["parameters"] is numbers["gpus"] is numbers["saved"] is None
+    assert all(set(way) == {"flags", "plan", "head"} for way in numbers["ways"].values())
+    # What can be mended comes first, whatever else is not counted.
+    (doubt,) = plan_of(["--from-launch", f"{launch} --fp8-format hybrid --seq-lenght 4"]).doubts
+    assert doubt.startswith("8 GPUs") and doubt.endswith(", and 2 more below")
+    found = plan_of(["--from-launch", f"{TINY} --fp8-format hybrid --seq-lenght 4"])
+    assert found.doubts[0].startswith("--seq-lenght is none of Megatron's")
+    assert found.judged.uncounted["--bf16"].startswith("attention in fp32")
     with pytest.raises(ValueError, match="8 GPUs cannot be divided"):
         plan_of(["--from-launch", launch, "--gpus", "8"])
 
@@ -215,7 +237,7 @@ def test_a_model_that_cannot_be_planned_has_a_head():
 
 def test_a_quick_geglu_is_a_gate():
     sizes = [
-        static.parameters(setting_of(shlex.split(f"{TINY} {gate}"))) for gate in ("--quick-geglu", "--swiglu")
+        peaks.parameters(setting_of(shlex.split(f"{TINY} {gate}"))) for gate in ("--quick-geglu", "--swiglu")
     ]
     assert sizes[0] - sizes[1] == 2 * 3 * 64 * (256 - 128) + 2 * 2 * (256 - 128)  # F of its own, biases
 
@@ -347,8 +369,8 @@ def test_what_a_plan_answers(row, capsys, scripts):
 
 def test_what_a_script_lacks_is_given_beside_it(scripts, capsys, monkeypatch):
     plan = ["--from-launch", "train.sh", "--json"]
-    for answer in (["--set", "S=64"], ["--seq-length", "64"]):
-        assert setting_of([*plan, *answer]).training.sequence == 64
+    for given in (["--set", "S=64"], ["--seq-length", "64"]):
+        assert setting_of([*plan, *given]).training.sequence == 64
     # Two that are given otherwise, at the end.
     last = scripts / "last.sh"
     last.write_text(f"python pretrain_gpt.py {TINY} --micro-batch-size=$(cat b) --seq-length $(cat seq)\n")
@@ -361,8 +383,8 @@ def test_what_a_script_lacks_is_given_beside_it(scripts, capsys, monkeypatch):
     # Without the parser of bash.
     monkeypatch.setitem(sys.modules, "tree_sitter_bash", None)
     monkeypatch.delitem(sys.modules, "megatron_fused_ce.plan.shell_script", raising=False)
-    assert command.main(plan) == 2
-    assert "pip install tree-sitter tree-sitter-bash" in capsys.readouterr().err
+    assert package_command.main(["plan", *plan]) == 2
+    assert capsys.readouterr().err.endswith("needs tree_sitter_bash: pip install tree_sitter_bash\n")
     assert setting_of(["--from-launch", TINY]).model.num_layers == 2
 
 

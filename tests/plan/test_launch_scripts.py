@@ -48,9 +48,7 @@ def test_arguments_and_gpus_of_a_script(case, tmp_path):
         assert shlex.join(launch.arguments) == shlex.join(shlex.split(given[3])), line
         assert str(launch.gpus or "?") == given[2]
         assert (launch.gpus is None) == bool(launch.no_gpus)
-        marked = {
-            name for name in ("args.sh", "model.sh", "xargs", "NVTE_FLASH_ATTN") if f"# {name}" in script
-        }
+        marked = {name for name in ("xargs", "NVTE_FLASH_ATTN") if f"# {name}" in script}
         found = {*launch.doubts, *(name for name in launch.environment if name.startswith("NVTE"))}
         assert found == marked, line
 

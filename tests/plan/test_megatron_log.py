@@ -15,7 +15,7 @@ import pytest
 from megatron_fused_ce.plan import closed_world, command, megatron_log
 from megatron_fused_ce.plan.answer import sentences
 from megatron_fused_ce.plan.command import plan_of, setting_of
-from megatron_fused_ce.plan.static import stages, static
+from megatron_fused_ce.plan.peaks import counts, stages, static
 from tests.support.checkouts import on_checkouts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,7 +94,7 @@ def test_a_log_is_planned_as_its_launch(name, tmp_path):
     [
         ("", "no line .* arguments .*: it is in the output of rank 0"),
         ("iteration 1 | lm loss: 2.0\n", "no line"),
-        (CUT, r"from line 1 is cut off or has lost lines \(.* \.\.\.\): give a log with all of it"),
+        (CUT, r"from line 1 has lost lines \(\w+, \w+, \w+\): give a log with all of it"),
         (BLOCK.rpartition("\n---")[0], r"has lost lines \(no end\)"),
         (SMALLER, r"\(num_layers, seq_length\)"),
         (BLOCK, "--vocab-size is missing"),
@@ -130,9 +130,7 @@ def test_which_block_and_what_was_measured(tmp_path):
     log = first + BLOCK + VOCABULARY + PEAK.format(0, "1024.25") + PEAK.format(4, "2048.00")
     launch = megatron_log.of_log(log, ACTIONS)
     line = first.count("\n") + 1
-    assert launch.notes == (
-        f"The log has 2 blocks of arguments: this is the one from line {line}, the last.",
-    )
+    assert launch.notes == (f"The log has 2 blocks of arguments: the one from line {line}, the last.",)
     assert (launch.measured_bytes, launch.out_of_memory) == (2 * 2**30, False)
     launch = megatron_log.of_log(BLOCK + VOCABULARY + OUT_OF_MEMORY + CUT, ACTIONS)
     assert (launch.measured_bytes, launch.out_of_memory) == (None, True)
@@ -198,8 +196,8 @@ def test_instances_of_the_optimizer_hold_it_whole(tmp_path):
         log = tmp_path / "train.log"
         log.write_text(block(LARGE, 128, num_distributed_optimizer_instances=instances))
         one = setting_of(["--from-log", str(log), "--gpu", "h200"])
-        held[instances] = [static(one, stage).optimizer for stage in stages(one)]
-        count = [static(one, stage).dense for stage in stages(one)]
+        held[instances] = [static(one, stage)["optimizer"] for stage in stages(one)]
+        count = [counts(one, stage)[0] for stage in stages(one)]
     assert held[1] == [12 * n // 16 for n in count] and held[4] == [12 * n // 4 for n in count]
 
 
@@ -251,4 +249,5 @@ def test_what_megatron_itself_prints(checkout):
         assert found == setting_of(["--from-launch", f"{base} {more} --vocab-size {size}", "--gpus", "8"])
         # Nothing of what its checks derive is taken for an argument that was given.
         own, _ = command._parser(own=False).parse_known_args(list(launch.arguments))
-        assert closed_world.judge(launch.logged, own, known, logged=True).uncounted == {}
+        own.ignore = []
+        assert set(closed_world.judge(launch, own, known).uncounted) <= {"--bf16"}  # attention in fp32

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fused_ce.plan import answer, command, report
-from megatron_fused_ce.plan.advice import DECISIONS, WORTH
-from megatron_fused_ce.plan.answer import SENTENCES, sentences
+from megatron_fused_ce.plan import answer, command
+from megatron_fused_ce.plan.answer import SENTENCES, WORTH, sentences
 from megatron_fused_ce.plan.command import plan_of
 from megatron_fused_ce.plan.named_models import MODELS
 
@@ -19,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EITHER = f"--from-launch {ROOT}/scripts/examples/llama3_8b.sh"
 LONG = "--model llama-3.2-1b --gpu h200 --seq-length 131072 --recompute-granularity full"
 HALF = LONG.replace("131072", "65536")
+GEMMA = "--model gemma-3-27b --gpus 64 --tp 4 --seq-length 8192"
 WHOLE = "--model qwen2.5-14b --gpus 8 --seq-length 8192"
 DIVIDED = f"{WHOLE} --tp 4 --sequence-parallel"
 BUDGET = "--model llama-3-8b --gpus 8 --tp 4 --sequence-parallel --seq-length 32768 --fused-ce-memory-mb"
@@ -42,13 +42,13 @@ CASES = {
     "vouched": (f"{FP8} --ignore fp8-format", FP8),
     "bounded": (LAUNCH.format("--load x"), LAUNCH.format("--load x --use-distributed-optimizer")),
     "tight": (LONG, HALF),
+    "recompute": (GEMMA, f"{GEMMA} --recompute-granularity full"),
     "budget": (f"{BUDGET} 10", f"{BUDGET} 416"),
     "measured": (LOG, f"{LOG} --micro-batch-size 2"),
     "measured alone": ("--from-log {fp8} --gpu h200", "--from-log {fp8} --gpu h200 --ignore fp8-format"),
     "how": (EITHER, LONG),
     "setting": (WHOLE, DIVIDED),
     "batch": (WHOLE, DIVIDED),
-    "not measured": (f"{EITHER} --tp 8", EITHER),
 }  # fmt: skip
 
 
@@ -97,7 +97,7 @@ def test_a_sentence_stands_where_it_is_true_alone(name, logs):
 def test_no_other_sentence_exists(capsys, monkeypatch, logs):
     """What is printed outside the tables are the sentences that hold, the answer first, and the notes."""
     patterns = {name: re.sub(r"\\{.*?\\}", ".+", re.escape(text)) for name, text in SENTENCES.items()}
-    decisions = {*DECISIONS, "no verdict", "no effect"}
+    decisions = set(list(SENTENCES)[: list(SENTENCES).index("setting")])
     for words in {case.format(**logs) for pair in CASES.values() for case in pair}:
         result = planned(words)
         monkeypatch.setattr(command, "plan_of", lambda again, result=result: result)
@@ -119,7 +119,7 @@ def test_nothing_is_wider_than_a_terminal(words, explain, capsys):
     """And what is in a table is not cut off."""
     assert command.main([*shlex.split(words), *explain.split()]) in (0, 3)
     out = capsys.readouterr().out
-    assert max(map(len, out.splitlines())) <= report.WIDTH
+    assert max(map(len, out.splitlines())) <= answer.WIDTH
     assert "…" not in out
     sums = "GiB a GPU while at work is" in out
     assert sums == (bool(explain) and "no verdict" not in out)

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from megatron_fused_ce.config import STRATEGY_CHOICES, FusedCEConfig
-from megatron_fused_ce.plan import advice, blocks, heads, static
-from megatron_fused_ce.plan.advice import Gpu, advise
+from megatron_fused_ce.plan import answer, blocks, heads, peaks
+from megatron_fused_ce.plan.answer import Gpu, advise
 from megatron_fused_ce.plan.command import plan_of, setting_of
 from megatron_fused_ce.plan.named_models import MODELS
 from megatron_fused_ce.plan.peaks import Activations, Estimate, estimate
@@ -185,7 +185,7 @@ def test_micro_batches_in_flight(pipeline, chunks, micro_batches, layers):
     model = replace(MODERN, num_layers=pipeline * chunks)
     parallel = Parallel(gpus=pipeline, pipeline=pipeline, chunks=chunks)
     one = setting(model, parallel, num_micro_batches=micro_batches)
-    waiting = [Activations(one, stage).waiting() for stage in static.stages(one)]
+    waiting = [Activations(one, stage).waiting() for stage in peaks.stages(one)]
     a_layer = kept_by_a_layer(one) * one.num_tokens
     assert [size / a_layer for size in waiting] == layers
 
@@ -194,7 +194,7 @@ def test_chunks_of_a_pattern_and_ends_that_count_as_layers():
     """6 layers, embedding and loss over 4 stages of 2 chunks: the first and the last chunk are empty."""
     parallel = Parallel(gpus=4, pipeline=4, chunks=2, ends_count=(True, True))
     assert parallel.chunk_layers(6) == [0, 1, 1, 1, 1, 1, 1, 0]
-    found = static.stages(setting(replace(MODERN, num_layers=6), parallel))
+    found = peaks.stages(setting(replace(MODERN, num_layers=6), parallel))
     assert [[len(chunk) for chunk in stage.chunks] for stage in found] == [[0, 1], [1, 1], [1, 1], [1, 0]]
 
 
@@ -204,16 +204,17 @@ def test_chunks_of_a_pattern_and_ends_that_count_as_layers():
 def test_static_memory_by_hand():
     """2 + 4 bytes a parameter, and 12 over the data-parallel ranks; experts over their own."""
     llama = setting_of(["--model", "llama-3.2-1b", "--gpus", "4", "--seq-length", "1024"])
-    count, (stage,) = 1_235_814_400, static.stages(llama)
-    assert static.static(llama, stage) == static.Static(count, 0, 2 * count, 4 * count, 3 * count, 0)
+    count, (stage,) = 1_235_814_400, peaks.stages(llama)
+    assert peaks.counts(llama, stage) == (count, 0)
+    assert list(peaks.static(llama, stage).values()) == [2 * count, 4 * count, 3 * count, 0]
     whole = replace(llama, training=replace(llama.training, distributed_optimizer=False, step_bytes=4))
-    held = static.static(whole, stage)
-    assert (held.total, held.step) == (18 * count, 4 * count)
+    assert list(peaks.static(whole, stage).values()) == [2 * count, 4 * count, 12 * count, 4 * count]
     # 8 GPUs, EP 4: a rank has a quarter of the experts, whose optimizer 2 ranks share.
     one = setting(mixed(shared=0), Parallel(gpus=8, expert=4))
-    held = static.static(one, static.stages(one)[0])
-    assert held.experts == 4 * 2 * 3 * 64 * 40
-    assert held.optimizer == 12 * held.dense // 8 + 12 * held.experts // 2
+    (stage,) = peaks.stages(one)
+    dense, experts = peaks.counts(one, stage)
+    assert experts == 4 * 2 * 3 * 64 * 40
+    assert peaks.static(one, stage)["optimizer"] == 12 * dense // 8 + 12 * experts // 2
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -221,10 +222,10 @@ def test_named_models_have_the_parameters_that_are_published(name):
     """To the last digit that is."""
     one = setting_of(["--model", name, "--seq-length", "64"])
     alone = replace(one, model=replace(one.model, mtp_num_layers=0), vocab_divisor=1)
-    counted = static.parameters(alone)
+    counted = peaks.parameters(alone)
     if MODELS[name].published.endswith("*"):
         tables = 2 * one.model.vocab_size * one.model.hidden_size
-        counted = static.parameters(replace(one, vocab_divisor=1)) + tables
+        counted = peaks.parameters(replace(one, vocab_divisor=1)) + tables
     published = MODELS[name].published.rstrip("*")
     digits = len(published.partition(".")[2])
     assert f"{counted / 1e9:.{digits}f}" == published
@@ -296,8 +297,7 @@ def _megatron_case(model: DecoderSizes, parallel: Parallel) -> dict:
 @pytest.mark.parametrize("name", _CASES)
 def test_a_stage_has_the_parameters_of_megatrons_own_model(name):
     one = setting(*_CASES[name])
-    counted = [static.static(one, stage) for stage in static.stages(one)]
-    assert [held.dense + held.experts for held in counted] == megatron_counts()[name]
+    assert [sum(peaks.counts(one, stage)) for stage in peaks.stages(one)] == megatron_counts()[name]
 
 
 def test_the_vocabulary_is_padded_as_megatron_does():
@@ -387,7 +387,7 @@ def test_a_budget_where_only_a_smaller_head_fits():
     words = ["--model", "qwen3-0.6b", "--seq-length", "16384", "--recompute-granularity", "full"]
     one = setting_of(words)
     wide = advise(one, replace(H100, capacity=400 * GIB))
-    auto, least = wide.way("auto").estimate, wide.way("recompute").estimate
+    auto, least = wide.way("auto"), wide.way("recompute")
     assert auto.bound.name == "head"
     between = (auto.peak + max(least.moment("layers").total, least.moment("head").total)) // 2
     found = advise(one, replace(H100, capacity=between))
@@ -404,7 +404,7 @@ def test_tight_is_told_apart():
     largest = 4 * 8192 * 100_000
     for free, said in ((-1, "does not fit"), (0.29, "tight"), (0.31, "fits")):
         gpu = replace(H100, capacity=found.peak + int(free * largest))
-        assert advice.verdict(found, gpu) == said
+        assert answer.verdict(found, gpu) == said
 
 
 # --- against what was measured ---------------------------------------------------------------
@@ -431,5 +431,5 @@ def test_what_ran_out_of_memory_is_not_said_to_fit():
     for name, row in check_plan.launches():
         one = check_plan.setting_of_launch(row)
         found = estimate(one, check_plan.head_of(one, row["variant"]))
-        verdict = advice.verdict(found, check_plan.h200())
+        verdict = answer.verdict(found, check_plan.h200())
         assert (verdict == "fits") == (row["status"] == "ok"), (name, row["variant"])
