@@ -6,6 +6,7 @@ import contextlib
 import copy
 import importlib.util
 import io
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,8 +23,8 @@ from tests.support.ranks import Rank, Ranks
 VOCAB, HIDDEN, SEQUENCE, BATCH = 160, 32, 24, 2
 
 #: Largest difference of a gradient between two right ways to compute it, norm-relative: fp32 rounding
-#: through two layers.
-GRADIENT_BOUND = 1e-5
+#: through two layers, or that of half precision.
+GRADIENT_BOUND, HALF_BOUND = 1e-5, 2e-2
 LOSS_BOUND = 1e-6
 
 #: Where scripts/dev/setup_env.sh puts megatron-core 0.19.2, whose metadata asks for Python 3.12.
@@ -94,18 +95,6 @@ def needs_core(major: int, minor: int) -> None:
     """Skips, on a rank, where its megatron-core is older."""
     if core_version() < (major, minor):
         pytest.skip(f"not in megatron-core before {major}.{minor}")
-
-
-def needs_fused_wgrad() -> None:
-    """Skips, on a rank, where apex's extension is missing; a CPU's ranks have it in Python."""
-    if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
-        pytest.skip("apex's fused_weight_gradient_mlp_cuda is not installed")
-
-
-def needs_transformer_engine(device: torch.device) -> None:
-    """Skips, on a GPU's rank, where it is missing: HybridModel's last norm is its, but on a CPU's ranks."""
-    if device.type == "cuda" and importlib.util.find_spec("transformer_engine") is None:
-        pytest.skip("Transformer Engine is not installed: HybridModel needs its norm")
 
 
 def prepare(device: torch.device) -> None:
@@ -274,8 +263,8 @@ def build_stages(model: Model, rank: Rank, seed: int = 7) -> list[Any]:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-    if model.fused_wgrad:
-        needs_fused_wgrad()
+    if model.fused_wgrad:  # a CPU's ranks have it in Python
+        pytest.importorskip("fused_weight_gradient_mlp_cuda", reason="apex's extension is not installed")
     tensor, pipeline = (
         getattr(parallel_state, f"get_{kind}_model_parallel_world_size")() for kind in ("tensor", "pipeline")
     )
@@ -334,7 +323,8 @@ def _gpt(model: Model, config: Any, stage: int) -> Any:
 
 
 def _hybrid(model: Model, config: Any, rank: Rank) -> Any:
-    needs_transformer_engine(rank.device)
+    if rank.device.type == "cuda":
+        pytest.importorskip("transformer_engine", reason="HybridModel's last norm is its")
     from tests.support.local_stack_spec import stack_spec
 
     shared: dict[str, Any] = dict(
@@ -353,16 +343,15 @@ def _hybrid(model: Model, config: Any, rank: Rank) -> Any:
 def in_ddp(model: Model, rank: Rank) -> list[Any]:
     """This rank's stages, first to last, each in Megatron's DDP."""
     from megatron.core import distributed
-    from megatron.core.transformer.module import Float16Module
 
     stages = build_stages(model, rank)
     config = stages[0].config
-    if model.dtype == torch.bfloat16:
-        stages = [Float16Module(config, stage) for stage in stages]
     of_ddp = distributed.DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, overlap_grad_reduce=model.overlap, bucket_size=1
     )
-    wrapped = [distributed.DistributedDataParallel(config, of_ddp, stage) for stage in stages]
+    wrapped = [
+        distributed.DistributedDataParallel(config, of_ddp, as_called(model, stage)) for stage in stages
+    ]
     if model.overlap:
         several = [stage.no_sync for stage in wrapped]
         config.no_sync_func = several if model.virtual > 1 else several[0]
@@ -508,12 +497,30 @@ def scheduled(step: Any, stages: list[Any], batches: Sequence[Any], **more: Any)
     )
 
 
-def assert_same_gradients(
-    got: dict[str, Any], expected: dict[str, Any], in_half: bool = False, may_be_zero: str = "not one"
+def results_of(built: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The loss, and every gradient that its backward leaves, by name."""
+    loss.backward()
+    named = {name: parameter.grad for name, parameter in built.named_parameters()}
+    return {"loss": loss.detach(), **{name: grad.clone() for name, grad in named.items() if grad is not None}}
+
+
+def main_grads(built: Any) -> dict[str, torch.Tensor]:
+    """What was added up for each parameter, by name."""
+    named = built.named_parameters()
+    return {name: parameter.main_grad.clone() for name, parameter in named if parameter.requires_grad}
+
+
+def assert_same(
+    got: dict[str, Any], expected: dict[str, Any], bound: Any = GRADIENT_BOUND, may_be_zero: str = "not one"
 ) -> None:
-    """By name, within rounding; none of them zero, but those with ``may_be_zero`` in their name."""
+    """By name, norm-relative; none of them zero, but those in whose name ``may_be_zero`` is found.
+
+    ``bound``: a number, or a function of the name.
+    """
+    assert got.keys() == expected.keys()
     for name, right in expected.items():
-        norm = right.double().norm()
-        assert norm > 0 or may_be_zero in name, f"{name} is zero: the case tests nothing"
-        difference = (got[name].double() - right.double()).norm() / (norm or 1.0)
-        assert difference <= (2e-2 if in_half else GRADIENT_BOUND), f"{name}: differs by {difference:.2e}"
+        norm = float(right.double().norm())
+        assert norm > 0 or re.search(may_be_zero, name), f"{name} is zero: the case tests nothing"
+        difference = float((got[name].double() - right.double()).norm()) / (norm or 1.0)
+        limit = 0.0 if norm == 0 else bound(name) if callable(bound) else bound
+        assert difference <= limit, f"{name}: differs by {difference:.2e}, more than {limit:.0e}"
