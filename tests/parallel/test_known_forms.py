@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import importlib.util
 import sys
 import types
 from collections.abc import Iterator
@@ -16,11 +15,14 @@ import pytest
 import torch
 
 from tests.support import megatron, rl_utils
-from tests.support.megatron import INSTALLED, NEWEST, Model, build, flag, have_groups, of_core
+from tests.support.megatron import INSTALLED, NEWEST, VOCAB, Model, build, flag, have_groups, of_core
 from tests.support.ranks import Rank, on_ranks
 
 CORES = [of_core(2, NEWEST), of_core(2, INSTALLED)]
 UNKNOWN, LATER = "this package does not know it as Megatron's own", "edited after the model was built"
+
+
+assert_equal = functools.partial(megatron.assert_same, bound=0.0, may_be_zero="")
 
 
 def step(rank: Rank, built: Any) -> dict[str, torch.Tensor]:
@@ -28,10 +30,7 @@ def step(rank: Rank, built: Any) -> dict[str, torch.Tensor]:
     built.zero_grad()
     batch = megatron.draw(rank)
     losses = megatron.losses_of(built, batch, rank)
-    loss = (losses * batch.mask).sum() / batch.mask.sum()
-    loss.backward()
-    gradients = {name: p.grad.clone() for name, p in built.named_parameters() if p.grad is not None}
-    return {"loss": loss.detach(), **gradients}
+    return megatron.results_of(built, (losses * batch.mask).sum() / batch.mask.sum())
 
 
 def run(rank: Rank, on: bool, model: Model | None = None, trust: Any = ()) -> tuple[Any, Any, str]:
@@ -39,13 +38,6 @@ def run(rank: Rank, on: bool, model: Model | None = None, trust: Any = ()) -> tu
     with flag(strategy="store", num_chunks=3, trust=trust) if on else contextlib.nullcontext() as seen:
         made = step(rank, build(model or Model(), rank))
     return made, seen and seen.counts[:2], seen and seen.said
-
-
-def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], bound: float = 0.0) -> None:
-    assert got.keys() == expected.keys() and len(got) > 5
-    for name, value in expected.items():
-        error = (got[name] - value).double().norm()
-        assert error <= bound * value.double().norm(), f"{name}: {error}"
 
 
 def trusted(rank: Rank, said: str) -> Any:
@@ -69,13 +61,6 @@ def z_loss(stock: Any) -> Any:
     return own_loss
 
 
-def imported(file: Path, package: str = "") -> types.ModuleType:
-    spec = importlib.util.spec_from_file_location(f"{package}{file.stem}", file)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def edited(stock: Any, folder: Path, line: str, more: str) -> Any:
     """A function of Megatron's, from a copy of its file with more behind a line."""
     module = sys.modules[stock.__module__]
@@ -83,7 +68,7 @@ def edited(stock: Any, folder: Path, line: str, more: str) -> Any:
     assert source.count(f"        {line}\n") == 1
     file = folder / f"edited{torch.distributed.get_rank()}.py"
     file.write_text(source.replace(f"        {line}\n", f"        {line}\n        {more}\n"))
-    found: Any = imported(file, f"{module.__package__}.")
+    found: Any = megatron.imported(file, f"{module.__package__}.{file.stem}")
     for part in stock.__qualname__.split("."):
         found = getattr(found, part)
     return types.FunctionType(found.__code__, vars(module), None, found.__defaults__)
@@ -129,7 +114,7 @@ def test_a_loss_of_the_users_own(rank: Rank, place, tmp_path):
                 patch.setattr(cls, "compute_language_model_loss", make(stock))
         off, _, _ = run(rank, False)
         on, seen, said = run(rank, True)
-        assert_same(on, off)
+        assert_equal(on, off)
         assert seen == (0, 0)
         assert rank.rank or all(part in said for part in (*words, "Megatron's own path")), said
         if place == "a fork's source":
@@ -148,10 +133,20 @@ def doubled(stock: Any) -> Any:
     return twice
 
 
+class Equal(types.ModuleType):
+    """Equal to the module that it stands in for, as those of wrapt."""
+
+    def __eq__(self, other: object) -> bool:
+        return other is torch
+
+    def __hash__(self) -> int:
+        return hash(torch)
+
+
 def of_torch(stock: Any) -> Any:
     """The module with one function replaced."""
-    made = Around(stock)
-    made.log = doubled(stock.log)
+    made: Any = Equal("torch")
+    vars(made).update(vars(stock) | {"log": doubled(stock.log)})
     return made
 
 
@@ -174,25 +169,6 @@ def at_its_place(stock: Any) -> Any:
     text = "\n" * (code.co_firstlineno - 1) + "\n".join(lines)
     exec(compile(text, code.co_filename, "exec"), stock.__globals__, made)  # noqa: S102
     return made["calculate_cross_entropy_loss"]
-
-
-class Around:
-    """A callable that passes on the attributes of what it calls and is equal to it, as those of wrapt."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-    def __eq__(self, other: object) -> bool:
-        return self.inner == other
-
-    def __hash__(self) -> int:
-        return hash(self.inner)
-
-    def __call__(self, *given: Any, **named: Any) -> Any:
-        return doubled(self.inner)(*given, **named)
 
 
 class Summed(torch.autograd.Function):
@@ -251,8 +227,10 @@ STAND_INS: dict[str, Any] = {
     "a backward": (f"{FUNCTION}.backward", lambda stock: lambda ctx, grad: stock(ctx, 2 * grad)),
     "defaults": (f"{PARTS}:vocab_parallel_cross_entropy.__defaults__", lambda stock: (0.3, *stock[1:])),
     "an edited step": (
-        f"{STEP}.calculate_cross_entropy_loss", edited,
-        {"line": "loss = torch.log(sum_exp_logits) - predicted_logits", "more": "loss *= 1.5"},
+        f"{STEP}.calculate_cross_entropy_loss",
+        functools.partial(
+            edited, line="loss = torch.log(sum_exp_logits) - predicted_logits", more="loss *= 1.5"
+        ),
     ),
     "the ranges": (
         f"{PARALLEL}.utils:VocabUtility.vocab_range_from_per_partition_vocab_size",
@@ -278,7 +256,7 @@ STAND_INS: dict[str, Any] = {
 def test_a_stand_in(rank: Rank, name, tmp_path):
     """Put in place before the model is built, after it is built, and after a step."""
     place, make, when = (*STAND_INS[name], {})[:3]
-    kind, edit = when.get("kind", ""), {part: when[part] for part in ("line", "more") if part in when}
+    kind = when.get("kind", "")
     if when.get("ranks", rank.size) != rank.size:
         pytest.skip("not called so")
     have_groups(rank.size)
@@ -290,7 +268,7 @@ def test_a_stand_in(rank: Rank, name, tmp_path):
     stock = getattr(owner, attribute, None)
     if stock is None:
         pytest.skip("not in this version")
-    made = make(stock, **(edit and {"folder": tmp_path, **edit}))
+    made = make(stock, **({"folder": tmp_path} if name == "an edited step" else {}))
     static = isinstance(owner, type) and not issubclass(owner, torch.nn.Module)
     fusion = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": kind}
     model = Model(sequence_parallel=name == "a collective", extra=fusion if kind else {})
@@ -303,17 +281,17 @@ def test_a_stand_in(rank: Rank, name, tmp_path):
         off, _, _ = run(rank, False, model=model)
         on, seen, early = run(rank, True, model=model)
         assert seen == (0, 0), early
-        assert_same(on, off)
+        assert_equal(on, off)
         patch.undo()
         with flag(strategy="store", num_chunks=3) as later:
             built = build(model, rank)
             change()
-            assert_same(step(rank, built), off)
+            assert_equal(step(rank, built), off)
             patch.undo()
             plain = step(rank, built)
             assert plain.keys() != off.keys() or any((plain[key] - off[key]).any() for key in off)
             change()
-            assert_same(step(rank, built), off)
+            assert_equal(step(rank, built), off)
     assert later.counts == (1, 0, 2), later.said
     of_call = "calls the output layer in torch's place" if name == "torch's call" else ""
     assert rank.rank or (of_call or UNKNOWN) in early, early
@@ -340,8 +318,8 @@ def test_a_newer_megatron(rank: Rank):
         assert seen == (0, 0)
         file = f"{module}.{name} ({sys.modules[module].__file__}), digest "
         assert rank.rank or file in said, said
-        assert_same(on, off)
-        assert_same(trusted(rank, said), expected)
+        assert_equal(on, off)
+        assert_equal(trusted(rank, said), expected)
 
 
 @on_ranks(*CORES)
@@ -376,10 +354,6 @@ def parallel_cross_entropy(*given):
 """
 
 
-def other_backward(ctx: Any, grad: torch.Tensor) -> Any:
-    return (grad[..., None].expand(*grad.shape, megatron.VOCAB), *[None] * 6)
-
-
 @on_ranks(of_core(1, NEWEST))
 @pytest.mark.parametrize("name", ["a function", "another's apply", "an edited step"])
 def test_the_loss_of_transformer_engine(rank: Rank, name, tmp_path):
@@ -389,7 +363,7 @@ def test_the_loss_of_transformer_engine(rank: Rank, name, tmp_path):
     have_groups(rank.size)
     file = tmp_path / "cross_entropy.py"
     file.write_text(TE_LOSS)
-    te = imported(file, "transformer_engine.pytorch.")
+    te = megatron.imported(file, "transformer_engine.pytorch.cross_entropy")
     text = Path(extension.__file__).read_text()
     wrapper = next(
         part for part in compile(text, extension.__file__, "exec", dont_inherit=True).co_consts
@@ -404,18 +378,15 @@ def test_the_loss_of_transformer_engine(rank: Rank, name, tmp_path):
         made = types.FunctionType(wrapper, vars(extension), argdefs=(False,))
         patch.setattr(sys.modules[LANGUAGE], "te_parallel_cross_entropy", made)
         if name == "an edited step":
-            patch.setattr(te.CrossEntropyFunction, "backward", staticmethod(other_backward))
+            backward = lambda ctx, grad: (grad[..., None].expand(*grad.shape, VOCAB), *[None] * 6)  # noqa: E731
+            patch.setattr(te.CrossEntropyFunction, "backward", staticmethod(backward))
         model = Model(extra={"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"})
         off, _, _ = run(rank, False, model=model)
         on, seen, said = run(rank, True, model=model)
     is_te = name == "a function"
     assert seen == (is_te, 0), said
     assert is_te or "transformer_engine.parallel_cross_entropy is" in said, said
-    assert_same(on, off, megatron.GRADIENT_BOUND if is_te else 0.0)
-
-
-def warmer(logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    return (logits / 2.0).log_softmax(-1).gather(-1, index[..., None])[..., 0]
+    megatron.assert_same(on, off, megatron.GRADIENT_BOUND if is_te else 0.0, may_be_zero="")
 
 
 @on_ranks(*CORES)
@@ -424,6 +395,11 @@ def test_a_log_softmax_that_is_not_known(rank: Rank, place):
     """``selective_log_softmax`` of train_rl.py: it gets real logits."""
     have_groups(rank.size)
     tokens, positions, _ = rl_utils.tokens_of(rank)
+    stock = rl_utils.selective_log_softmax
+
+    def warmer(logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        return stock(logits / 2.0, index)
+
     own = {} if place == "a form that is not known" else {"selective_log_softmax": warmer}
     before = own if place == "before enable()" else {}
 

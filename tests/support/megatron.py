@@ -112,6 +112,14 @@ def prepare(device: torch.device) -> None:
         megatron_cpu.stand_in_for_torch_norm(torch_norm)
 
 
+def imported(file: Path, name: str) -> Any:
+    """The module of this name that a file has, beside those that were imported."""
+    spec: Any = importlib.util.spec_from_file_location(name, file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def read_forms() -> None:
     """Parse and compile the files of Megatron's in which a model that is built looks at functions."""
     from megatron_fused_ce.adapter import forms
