@@ -128,29 +128,6 @@ def test_tokens_outside_the_active_mask_cost_no_gemm(rank: Rank, sp):
     assert torch.equal(made, right.masked_fill(~active.unsqueeze(-1), -torch.inf))
 
 
-#: What the last rank alone gives, and every rank's words.
-BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "too many ids": ({"k": V + 1}, "expected at most the 97 ids|disagree on k"),
-    "another number": ({"k": 3}, "disagree on k"),
-    "a mask of numbers": ({"active_mask": torch.ones(B, S)}, "active_mask is torch.float32"),
-    "a temperature of 0": ({"temperature": 0.0}, "temperature must be above 0"),
-}
-
-
-@on_ranks(1, 2)
-def test_bad_arguments_of_one_rank(rank: Rank):
-    """In a later call too, which goes on without."""
-    hidden, weight = operands(rank)
-    rows, good = weight[rows_of(rank, "unequal", V)], {"k": 2, "batch_first": False, "tp_group": rank.group}
-    for what, (bad, words) in BAD.items():
-        if what == "another number" and rank.size == 1:
-            continue
-        given: dict[str, Any] = {**good, **(bad if rank.rank == rank.size - 1 else {})}
-        fused_linear_topk(hidden, rows, **good)
-        with pytest.raises((TypeError, ValueError), match=words):
-            fused_linear_topk(hidden, rows, **given)
-
-
 @pytest.mark.parametrize(("vocab", "k"), [(4203, 40), (2048, 3)])
 def test_blocks_of_many_columns(vocab, k, device):
     """Equal logits in every block, as many as asked for and more."""
