@@ -15,7 +15,6 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -28,84 +27,14 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_fused_ce.head import tokens
 from tests.support import megatron
-from tests.support.megatron import BATCH, GRADIENT_BOUND, NEWEST, SEQUENCE, Model, of_core
+from tests.support.megatron import BATCH, NEWEST, SEQUENCE, Model, of_core
 from tests.support.ranks import Rank, on_ranks
+from tests.support.seams import GPT, LATER, Change, Row, Step, off_against_on, stays
 
 RANKS = [of_core(2, NEWEST), pytest.param(*of_core(1, NEWEST).values, marks=pytest.mark.rest)]
 
 
-@dataclass
-class Step:
-    """A model and a micro-batch, which a row makes a loss of."""
-
-    rank: Rank
-    model: Any
-    ids: Tensor
-    labels: Tensor
-    mask: Tensor
-
-    def __call__(self, model: Any = None, labels: bool = True, **given: Any) -> Any:
-        """The model's output for the micro-batch."""
-        model = model or self.model
-        if not labels:
-            return model(self.ids, *megatron.positions_and_mask(self.rank), **given)
-        batch = megatron.Batch(self.ids, self.labels, self.mask)
-        return megatron.losses_of(model, batch, self.rank, **given)
-
-    def masked(self, losses: Tensor) -> Tensor:
-        return (losses.float() * self.mask).sum() / self.mask.sum()
-
-    def of_logits(self, logits: Tensor) -> Tensor:
-        """Megatron's own cross entropy, an autograd function, of ``[s, b, V]``; and another term in torch."""
-        from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
-
-        losses = vocab_parallel_cross_entropy(logits.float().clone(), self.labels.t().contiguous())
-        return self.masked(losses.t()) + z_loss_of(logits, self.rank)
-
-
-def z_loss_of(logits: Tensor, rank: Rank) -> Tensor:
-    """Of this rank's columns, by torch's own operators: its gradient survives where another's is lost."""
-    return 1e-3 * logits.float().logsumexp(-1).square().mean()
-
-
-# --- rows ------------------------------------------------------------------------------------------
-
-#: Of a model; what reaches beyond it ends with the stack.
-Change = Callable[[Any, contextlib.ExitStack], Any]
-
-
-@dataclass(frozen=True)
-class Row:
-    #: of the log, where a head stays
-    words: str = ""
-    #: of a model that was built
-    change: Change | None = None
-    #: makes the loss
-    use: Callable[[Step], Tensor] = lambda step: step.masked(step())
-    #: heads of one forward that are fused, and that stay with Megatron; none is ever materialised
-    fused: int = 1
-    stock: int = 0
-    #: what is there when the model is built
-    before: Callable[[contextlib.ExitStack], Any] = lambda stack: None
-    #: of the error that the flag raises before anything is trained
-    raises: str = ""
-    #: changes of the model: :class:`.Model`'s fields
-    model: dict[str, Any] = field(default_factory=dict)
-    #: of the flag's config
-    options: dict[str, Any] = field(default_factory=dict)
-    families: tuple[str, ...] = ("gpt", "hybrid")
-    since: tuple[int, int] = (0, 16)
-    #: every model that is built
-    adopted: bool = True
-    #: gives the digests of functions that the user vouches for
-    trust: Callable[[], Any] = tuple
-    #: norm-relative, of losses and gradients
-    bound: float = GRADIENT_BOUND
-
-
-stays = functools.partial(Row, fused=0, stock=1)
-
-# Uses of a model.
+# --- rows: uses of a model -------------------------------------------------------------------------
 
 
 def no_labels(step: Step) -> Tensor:
@@ -215,7 +144,7 @@ def within_its_own_evaluation(step: Step) -> Tensor:
     return loss + metrics[0]
 
 
-# Changes of a model.
+# --- changes of a model --------------------------------------------------------------------------
 
 
 def scaled_otherwise(model: Any) -> Any:
@@ -463,7 +392,6 @@ def as_devs(step: Step) -> Tensor:
     return step.masked(losses)
 
 
-GPT = ("gpt",)
 BF16: dict[str, Any] = {"model": {"dtype": torch.bfloat16}, "bound": 3e-2}
 FP8 = {"fp8": "e4m3", "fp8_recipe": "mxfp8", "fp8_output_proj": True}
 MXFP8: dict[str, Any] = {"model": {"dtype": torch.bfloat16, "extra": FP8}, "bound": 3e-2}
@@ -502,7 +430,7 @@ ROWS = {
         change=extended(KnownMixin, 0.5), model={"mup": True}, since=(0, 19)
     ),
     "a known softcap, called within itself": Row(
-        "", extended(KnownMixin, 0.05), within_its_own_evaluation, fused=2
+        (), extended(KnownMixin, 0.05), within_its_own_evaluation, fused=2
     ),
     "an instance's own forward": stays(  # as accelerate and CUDA graphs put it there
         "its forward is", of_layer(lambda layer: setattr(layer, "forward", functools.partial(layer.forward)))
@@ -543,23 +471,23 @@ ROWS = {
     ),
     "another config later": stays("its config names another loss", with_another_config),
     "another model later": stays(
-        "edited after the model was built", edited_before_another_is_built, adopted=False
+        LATER, edited_before_another_is_built, adopted=False
     ),
     "an output layer in MXFP8": Row(
-        "TELMHeadColumnParallelLinear (--fp8-output-proj)",
+        ("TELMHeadColumnParallelLinear (--fp8-output-proj)",),
         fused=0, before=te_head, families=GPT, adopted=False, **MXFP8,
     ),
     "MXFP8, whose HybridModel has no such layer": Row(before=te_head, families=("hybrid",), **MXFP8),
     "FSDP2 that casts": stays("FSDP casts what the output layer returns", casts_what_is_returned, **BF16),
-    "dev's layer": Row(CALLED_HERE, of_dev(), as_devs, stock=1, trust=dev_digest, families=GPT),
+    "dev's layer": Row((CALLED_HERE,), of_dev(), as_devs, stock=1, trust=dev_digest, families=GPT),
     "dev's layer, asked for the loss": Row(
-        CALLED_HERE, of_dev(as_loss=True), as_devs, stock=1, trust=dev_digest, families=GPT
+        (CALLED_HERE,), of_dev(as_loss=True), as_devs, stock=1, trust=dev_digest, families=GPT
     ),
     "dev's layer in a form that is not known": Row(
-        "digest ", of_dev(), fused=0, adopted=False, families=GPT
+        ("digest ",), of_dev(), fused=0, adopted=False, families=GPT
     ),
     "a class of dev's layer": Row(
-        ".Other, whose ", of_dev("Other"), fused=0, adopted=False, trust=dev_digest, families=GPT
+        (".Other, whose ",), of_dev("Other"), fused=0, adopted=False, trust=dev_digest, families=GPT
     ),
     # What nobody would apply. A hook, no labels: test_models.py.
     "a hook that drops arguments": Row(
@@ -584,43 +512,7 @@ ROWS = {
 }  # fmt: skip
 
 
-# --- off against on --------------------------------------------------------------------------------
-
-
-def results_of(row: Row, rank: Rank, family: str) -> dict[str, Tensor]:
-    """The loss and every gradient that the row leaves."""
-    with contextlib.ExitStack() as stack:
-        row.before(stack)
-        model = megatron.build(Model(family=family, **row.model), rank)
-        if row.change is not None:
-            row.change(model, stack)
-        loss = row.use(Step(rank, model, *megatron.draw(rank, 5, 0.7)))
-    return megatron.results_of(model, loss)
-
-
 @on_ranks(*RANKS)
 @pytest.mark.parametrize("name", ROWS)
 def test_off_against_on(rank: Rank, name):
-    row = ROWS[name]
-    megatron.needs_core(*row.since)
-    megatron.have_groups(rank.size)
-    for family in row.families:
-        off = None if row.raises else results_of(row, rank, family)
-        with megatron.flag(
-            **{"strategy": "store", "num_chunks": 3, **row.options}, trust=row.trust()
-        ) as seen:
-            if off is None:
-                with pytest.raises((ValueError, RuntimeError), match=row.raises):
-                    results_of(row, rank, family)
-            else:
-                on = results_of(row, rank, family)
-        assert seen.counts == (row.fused, 0, row.stock), family
-        if not rank.rank:
-            assert row.adopted == ("stays on Megatron's own path" not in seen.said), seen.said
-        if off is None:
-            continue
-        if not rank.rank:
-            told = seen.lines("takes Megatron's own path")
-            assert len(told) == row.stock and all(row.words in line for line in told or [seen.said]), told
-        assert len(on) > 5
-        megatron.assert_same(on, off, row.bound, may_be_zero="")
+    off_against_on(ROWS[name], rank)
