@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import io
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -321,38 +320,34 @@ def test_a_wrong_loss_in_skipped_steps(rank: Rank):
 
 
 @contextlib.contextmanager
-def telling(rank: Rank, words: str):
+def telling(rank: Rank, words: str) -> Iterator[Any]:
     """Rank 0 says once why a head is not ``grad_in_forward``; in evaluation nobody does. What is said."""
-    from megatron_fused_ce.adapter import say
-
-    say._said.clear()
-    with contextlib.redirect_stdout(io.StringIO()) as said:
+    with megatron.counted() as seen:
         model = Training(rank, Setup(tp=rank.size)).model.eval()
         with torch.no_grad():
             megatron.forward(model, rank, labels=True)
-        assert "instead of" not in said.getvalue()
-        yield said
-    lines = [line for line in megatron.unbroken(said).splitlines() if "instead of grad_in_forward" in line]
+    assert "instead of" not in seen.said
+    with megatron.counted() as seen:
+        yield seen
+    lines = seen.lines("instead of grad_in_forward")
     assert len(lines) == (rank.rank == 0) and all(words in line for line in lines), lines
 
 
 @on_ranks(TWO[0])
 def test_multi_token_prediction(rank: Rank):
     """MTP's heads rely on no mask, and get their scales; the main head does. Told once, with what to do."""
-    megatron.have_groups(rank.size)
-    with telling(rank, "multi-token prediction") as said:
+    with telling(rank, "multi-token prediction") as seen:
         pair = Pair(rank, Setup(tp=rank.size).but(mtp=2))
         for wrong in (False, True):
             pair.take(lambda training, wrong=wrong: training.forward_backward(wrong), 2 - wrong, int(wrong))
             pair.step()
     for words in ("of the head of GPTModel (160 rows of 32) is not a scalar", "strategy recompute or store"):
-        assert megatron.unbroken(said).count(words) == (rank.rank == 0), words
+        assert seen.said.count(words) == (rank.rank == 0), words
 
 
 @on_ranks(*EITHER)
 def test_without_a_mask(rank: Rank):
     """No loss_mask (old MambaModel's signature has none): exact for any loss, said once."""
-    megatron.have_groups(rank.size)
     with telling(rank, "loss_mask"):
         training = Training(rank, Setup(tp=rank.size).but(family="hybrid"))
         for _ in range(2):

@@ -9,7 +9,7 @@ import io
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +29,11 @@ LOSS_BOUND = 1e-6
 
 #: Where scripts/dev/setup_env.sh puts megatron-core 0.19.2, whose metadata asks for Python 3.12.
 CORE_0_19 = Path(sys.prefix) / "mcore-0.19.2"
+#: What the flag imports of this package.
+ADAPTER = (
+    *("forms", "import_hook", "language_module", "modelopt", "output_processor"),
+    *("report", "rl_logprobs", "stock_path", "switch"),
+)
 #: The megatron-core in the environment: 0.16.1 in CI.
 INSTALLED = Environment(
     "megatron",
@@ -42,13 +47,7 @@ INSTALLED = Environment(
         "megatron.core.pipeline_parallel.schedules",
         "megatron.core.transformer.multi_token_prediction",
         "megatron_fused_ce.head.autograd",
-        *(
-            f"megatron_fused_ce.adapter.{name}"
-            for name in (
-                *("forms", "import_hook", "language_module", "modelopt", "output_processor"),
-                *("report", "rl_logprobs", "stock_path", "switch"),
-            )
-        ),
+        *(f"megatron_fused_ce.adapter.{name}" for name in ADAPTER),
     ),
 )
 NEWEST = replace(INSTALLED, name="megatron-0.19.2", path=(str(CORE_0_19),))
@@ -242,23 +241,6 @@ def core_version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def transformer_config(**fields: Any) -> Any:
-    """Megatron's, of a small model: nothing random, and no fused kernel that a CPU or a bare GPU lacks."""
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    return TransformerConfig(
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        add_bias_linear=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
-        use_cpu_initialization=True,
-        apply_rope_fusion=False,
-        **fields,
-    )
-
-
 def build(model: Model, rank: Rank, seed: int = 7) -> Any:
     """The model, cut as :func:`have_groups` says; of a pipeline with one stage a rank this rank's."""
     (built,) = build_stages(model, rank, seed)
@@ -270,6 +252,7 @@ def build_stages(model: Model, rank: Rank, seed: int = 7) -> list[Any]:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
     if model.fused_wgrad:  # a CPU's ranks have it in Python
         pytest.importorskip("fused_weight_gradient_mlp_cuda", reason="apex's extension is not installed")
@@ -284,7 +267,16 @@ def build_stages(model: Model, rank: Rank, seed: int = 7) -> list[Any]:
         more |= {"overlap_p2p_comm": several, "batch_p2p_comm": not several}
         more |= {"virtual_pipeline_model_parallel_size": model.virtual if several else None}
         more |= {"pipeline_dtype": model.dtype, "deallocate_pipeline_outputs": True}
-    config = transformer_config(
+    config = TransformerConfig(
+        # Nothing random, and no fused kernel that a CPU or a bare GPU lacks.
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        add_bias_linear=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        use_cpu_initialization=True,
+        apply_rope_fusion=False,
         num_layers=max(2, pipeline * model.virtual),
         hidden_size=model.hidden,
         num_attention_heads=4,
@@ -333,19 +325,56 @@ def _gpt(model: Model, config: Any, stage: int) -> Any:
 def _hybrid(model: Model, config: Any, rank: Rank) -> Any:
     if rank.device.type == "cuda":
         pytest.importorskip("transformer_engine", reason="HybridModel's last norm is its")
-    from tests.support.local_stack_spec import stack_spec
-
     shared: dict[str, Any] = dict(
         vocab_size=VOCAB, max_sequence_length=SEQUENCE, position_embedding_type="rope",
         share_embeddings_and_output_weights=model.tied,
     )  # fmt: skip
     if core_version() >= (0, 18):
+        from megatron.core.models.hybrid import hybrid_block
         from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-        return HybridModel(config, stack_spec, hybrid_layer_pattern="*-" + "/*-" * model.mtp, **shared)
+        spec = stack_spec(hybrid_block.HybridStack, hybrid_block.HybridStackSubmodules)
+        return HybridModel(config, spec, hybrid_layer_pattern="*-" + "/*-" * model.mtp, **shared)
     from megatron.core.models.mamba.mamba_model import MambaModel
+    from megatron.core.ssm import mamba_block
 
-    return MambaModel(config, stack_spec, hybrid_override_pattern="*-", **shared)
+    spec = stack_spec(mamba_block.MambaStack, mamba_block.MambaStackSubmodules)
+    return MambaModel(config, spec, hybrid_override_pattern="*-", **shared)
+
+
+def stack_spec(stack: Any, submodules: Any) -> Any:
+    """Local layers for Megatron's Hybrid and Mamba stacks, which it ships with Transformer Engine's alone.
+
+    Attention (``*``) and MLP (``-``), of the parts of GPT's own local layer spec, and the MTP block where the
+    stack has one (>= 0.17). No Mamba layer: that needs mamba-ssm's kernels.
+    """
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.ssm.mlp_layer import MLPLayer
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+    from megatron.core.transformer import multi_token_prediction as mtp
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+    gpt = get_gpt_layer_local_spec().submodules
+    attention = TransformerLayerSubmodules(
+        input_layernorm=WrappedTorchNorm, self_attention=gpt.self_attention, self_attn_bda=gpt.self_attn_bda
+    )
+    mlp = TransformerLayerSubmodules(pre_mlp_layernorm=WrappedTorchNorm, mlp=gpt.mlp, mlp_bda=gpt.mlp_bda)
+    parts: dict[str, Any] = {
+        "attention_layer": ModuleSpec(module=TransformerLayer, submodules=attention),
+        "mlp_layer": ModuleSpec(module=MLPLayer, submodules=mlp),
+    }
+    if "mtp_block_spec" in {part.name for part in fields(submodules)}:
+        norms = dict.fromkeys(("enorm", "hnorm", "layer_norm"), WrappedTorchNorm)
+        layer = mtp.MultiTokenPredictionLayerSubmodules(
+            **norms, eh_proj=ColumnParallelLinear, mtp_model_layer=None  # built by the stack's pattern
+        )  # fmt: skip
+        block = mtp.MultiTokenPredictionBlockSubmodules(
+            layer_specs=[ModuleSpec(module=mtp.MultiTokenPredictionLayer, submodules=layer)]
+        )
+        parts["mtp_block_spec"] = ModuleSpec(module=mtp.MultiTokenPredictionBlock, submodules=block)
+    return ModuleSpec(module=stack, submodules=submodules(**parts))
 
 
 def in_ddp(model: Model, rank: Rank) -> list[Any]:
