@@ -43,13 +43,8 @@ class Setup:
         return f"{self.strategy}, {'sp, ' * self.sp}{self.merge}, {self.backend}"
 
 
-#: Without sequence parallelism the statistics are all-reduced, with it they are packed; of four ranks the
-#: other way round.
+#: Without sequence parallelism the statistics are all-reduced, with it they are packed.
 SETUPS = [Setup(name, sp, "packed" if sp else "all_reduce") for name in STRATEGIES for sp in (False, True)]
-OF_FOUR = [
-    Setup("grad_in_forward", False),
-    *(Setup(n, True, "all_reduce") for n in ("grad_in_forward", "mixed")),
-]
 KINDS = (
     *("labels on one shard", "labels out of range", "weights of zero"),
     *("NaN on one shard", "NaN in one rank's tokens"),
@@ -112,14 +107,22 @@ def train_step(rank: Rank, beside: dist.ProcessGroup, setup: Setup) -> list[torc
     return [loss.detach(), weight.grad, layer.grad, gathered]
 
 
-def same_order(rank: Rank, setup: Setup) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize(
+    "setup",
+    [*SETUPS, pytest.param(Setup("mixed", True, backend="scaled_exp"), marks=pytest.mark.rest)],
+    ids=str,
+)
+def test_same_order(rank: Rank, setup):
+    """One sequence of (group, collective, shapes, dtype, operation) for all ranks, all data and all timings:
+    random sleeps before every collective, other ones on each rank, leave the same bits."""
     # A step of several ranks takes Triton's interpreter seconds.
     interpreted = setup.backend == "scaled_exp" and rank.device.type == "cpu"
     issued: dict[str, list[Collective]] = {}
     with fresh_group(rank) as beside:
 
-        def step(name: str, setup: Setup = setup, before: Any = None) -> list[torch.Tensor]:
-            with Collectives({rank.group: "tp", beside: "dp"}, before=before) as seen:
+        def step(name: str, setup: Setup = setup, *before: Any) -> list[torch.Tensor]:
+            with Collectives({rank.group: "tp", beside: "dp"}, *before) as seen:
                 made = train_step(rank, beside, setup)
             issued[name] = seen.calls
             return made
@@ -129,7 +132,7 @@ def same_order(rank: Rank, setup: Setup) -> None:
         assert all(torch.isfinite(tensor).all() for tensor in expected)
         for repeat in range(1 if interpreted else NUM_DISTURBED_STEPS):
             delays = RandomDelays(1000 * repeat + rank.rank, longest_s=LONGEST_DELAY_S, device=rank.device)
-            got = step(f"disturbed {repeat}", before=delays)
+            got = step(f"disturbed {repeat}", setup, delays)
             assert all(map(torch.equal, got, expected)), f"bits differ in repeat {repeat}"
         for kind in () if interpreted else KINDS:
             step(kind, replace(setup, kind=kind))
@@ -140,24 +143,6 @@ def same_order(rank: Rank, setup: Setup) -> None:
         difference = difference or first_difference([calls, issued["plain"]])
         assert not difference, f"{name}: {difference}"
     assert [call.name for call in issued["plain"] if call.group == "dp"] == ["all_reduce"] * 3
-
-
-@on_ranks(2)
-@pytest.mark.parametrize(
-    "setup",
-    [*SETUPS, pytest.param(Setup("mixed", True, backend="scaled_exp"), marks=pytest.mark.rest)],
-    ids=str,
-)
-def test_same_order(rank: Rank, setup):
-    """One sequence of (group, collective, shapes, dtype, operation) for all ranks, all data and all timings:
-    random sleeps before every collective, other ones on each rank, leave the same bits."""
-    same_order(rank, setup)
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("setup", OF_FOUR, ids=str)
-def test_same_order_of_four(rank: Rank, setup):
-    same_order(rank, setup)
 
 
 # --- which collectives ---------------------------------------------------------------------------
