@@ -363,40 +363,38 @@ def test_a_head_that_may_do_more_is_refused(rank: Rank, what):
 
 @on_ranks(of_core(1, megatron.INSTALLED))
 def test_what_it_is_given_is_checked(rank: Rank):
-    import megatron_fused_ce
+    from megatron_fused_ce import output_processor
 
     have_groups(1)
     megatron.needs_core(0, 16)
-    layer = build(Model(), rank).output_layer
-    given = {"hidden_states": torch.ones(4, 1, megatron.HIDDEN), "output_layer": layer, "output_weight": None}
-    given |= {"labels": torch.zeros(1, 4, dtype=torch.int64)}
-    given = {name: x.to(rank.device) if isinstance(x, torch.Tensor) else x for name, x in given.items()}
-    with pytest.raises(TypeError, match="output_processor_context has chunk; expected some of temperature"):
-        megatron_fused_ce.output_processor(**given, context={"chunk": 4})
+    layer = build(Model(dtype=torch.bfloat16), rank).output_layer
+    layer.output_dtype = torch.float32
+    hidden = 9 * torch.randn(4, 1, megatron.HIDDEN, generator=torch.Generator().manual_seed(3))
+    hidden = hidden.to(rank.device, torch.bfloat16)
+    given = {"hidden_states": hidden, "output_layer": layer, "output_weight": None}
+    given["labels"] = torch.zeros(1, 4, dtype=torch.int64, device=rank.device)
+    contradicts = FusedCEConfig(logit_precision="activations")
+    for context, words in (
+        ({"chunk": 4}, "output_processor_context has chunk; expected some of temperature"),
+        ({"config": contradicts}, "logit_precision. contradict each other"),
+        ({"active_mask": "loss_mask"}, "'loss_mask' and the model's call had no loss_mask"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=words):
+            output_processor(**given, context=context)
     with pytest.raises(ValueError, match="expected a product with one number"):
-        megatron_fused_ce.output_processor(**given, scale_logits=torch.tanh)
-    made = megatron_fused_ce.output_processor(**given, scale_logits=lambda logits: logits * 0.5)
-    expected = (0.5 * given["hidden_states"] @ layer.weight.T).log_softmax(-1)[..., 0].T
-    torch.testing.assert_close(made.log_prob, expected)
-    layer = given["output_layer"] = build(Model(dtype=torch.bfloat16), rank).output_layer
-    hidden = torch.randn(4, 1, megatron.HIDDEN, generator=torch.Generator().manual_seed(3))
-    given["hidden_states"], layer.output_dtype = (9 * hidden).to(rank.device, torch.bfloat16), torch.float32
-    made = megatron_fused_ce.output_processor(**given).log_prob
-    expected = (given["hidden_states"].double() @ layer.weight.double().T).log_softmax(-1)[..., 0].T
-    assert (made - expected).abs().max() < 2e-6, "fp32 logits of bf16 hidden states are not rounded"
+        output_processor(**given, scale_logits=torch.tanh)
+    logits = hidden.double() @ layer.weight.double().T
+    for scale in (1.0, 0.5):
+        made = output_processor(**given, scale_logits=lambda logits, by=scale: logits * by).log_prob
+        expected = (scale * logits).log_softmax(-1)[..., 0].T
+        assert (made - expected).abs().max() < 2e-6, "fp32 logits of bf16 hidden states are not rounded"
+    mask = torch.tensor([[0.0, 2.0, 0.0, 1.0]], device=rank.device)
+    for context in ({}, {"active_mask": "loss_mask"}):
+        made = output_processor(**given, loss_mask=mask, context=context)
+        assert torch.equal(made.log_prob != 0, mask != 0) == ("active_mask" in context)
     layer.output_dtype = torch.float16
     with pytest.raises(ValueError, match=r"asks for .*float16 logits"):
-        megatron_fused_ce.output_processor(**given)
-    layer.output_dtype = torch.float32
-    with pytest.raises(ValueError, match=r"logit_precision. contradict each other"):
-        activations = {"config": FusedCEConfig(logit_precision="activations")}
-        megatron_fused_ce.output_processor(**given, context=activations)
-    mask = torch.tensor([[0.0, 2.0, 0.0, 1.0]], device=rank.device)
-    with pytest.raises(ValueError, match="'loss_mask' and the model's call had no loss_mask"):
-        megatron_fused_ce.output_processor(**given, context={"active_mask": "loss_mask"})
-    for context in ({}, {"active_mask": "loss_mask"}):
-        made = megatron_fused_ce.output_processor(**given, loss_mask=mask, context=context)
-        assert torch.equal(made.log_prob != 0, mask != 0) == ("active_mask" in context)
+        output_processor(**given)
 
 
 # --- get_logprobs ----------------------------------------------------------------------------------
@@ -422,25 +420,6 @@ def test_gathered_logits_of_a_shard(rank: Rank):
     assert torch.equal(logits.argmax(-1), expected.argmax(-1))
     assert torch.equal(logits.max(dim=-1).values, expected.max(dim=-1).values)
     assert logits.shape == expected.shape
-
-
-@on_ranks(of_core(2, megatron.INSTALLED))
-def test_float16_module_upcasts(rank: Rank):
-    """Where its caller does not ask for the model's own dtype: fp32 log-probabilities of bf16 logits."""
-    from megatron_fused_ce.adapter import caller, deferred_logits
-
-    have_groups(rank.size)
-    model = Model(dtype=torch.bfloat16)
-    tokens, positions, _ = tokens_of(rank)
-    found = []
-    for turn in (contextlib.nullcontext(), flag(logit_precision="activations")):
-        with turn, caller.returned_to_caller(), patched_caller():
-            built = megatron.as_called(model, build(model, rank))
-            logits = built(tokens, positions, None, runtime_gather_output=True)
-            found.append(rl_utils.selective_log_softmax(logits[:, :-1], tokens[:, 1:]))
-    assert isinstance(logits, deferred_logits.DeferredLogits)
-    assert found[0].dtype == torch.float32
-    assert_same(found[1], found[0])
 
 
 @on_ranks(of_core(2, NEWEST))
