@@ -29,31 +29,23 @@ from megatron_fused_ce.logits import choose
 from megatron_fused_ce.losses import Pull, Rows, Term
 from megatron_fused_ce.ranks.agreement import history_of
 from megatron_fused_ce.rl import token_log_probs
+from megatron_fused_ce.scripts.lib.reference import make_inputs
 from tests.support.collectives import Collectives
-from tests.support.head import fresh_group
+from tests.support.head import fresh_group, scaled_exp_dtype
 from tests.support.op import at_odd_offset, with_odd_rows
 from tests.support.ranks import Rank, on_ranks
-
-SEQUENCE, HIDDEN, ROWS = 24, 32, 64
 
 
 class OneHead:
     """One head of this rank, the same values in every call; where its tensors lie is the caller's choice."""
 
-    def __init__(self, rank: Rank, rows: int = ROWS) -> None:
-        self.rank = rank
+    def __init__(self, rank: Rank, group: Any = None, vocab: int = 128) -> None:
         # As a fresh launch has it: nothing was compared over it.
-        self.group = dist.new_group(list(range(rank.size)))
-        random = torch.Generator().manual_seed(rank.rank)
-        same = torch.Generator().manual_seed(77)
-        # By Triton's interpreter in fp32.
-        dtype = torch.bfloat16 if rank.device.type == "cuda" else torch.float32
-        hidden = torch.randn(SEQUENCE, HIDDEN, generator=same).to(rank.device, dtype)
-        self.hidden = hidden
-        self.weight = torch.randn(rows, HIDDEN, generator=random).to(rank.device, dtype)
-        labels = torch.randint(0, rows * rank.size, (SEQUENCE,), generator=same)
-        self.labels = labels.to(rank.device)
-        self.grad_loss = torch.randn(SEQUENCE, generator=same).to(rank.device)
+        self.group = group or dist.new_group(list(range(rank.size)))
+        sizes = {"s": 24, "b": 1, "hidden_size": 32, "vocab": vocab}
+        self.inputs = make_inputs("plain", **sizes, dtype=scaled_exp_dtype(rank), device=rank.device)
+        self.hidden, self.weight = self.inputs.hidden, self.inputs.weight.chunk(rank.size)[rank.rank]
+        self.vocab_start = {"vocab_start": rank.rank * len(self.weight)}
 
     def __call__(
         self, place_hidden: Any = torch.clone, place_weight: Any = torch.clone, **changes: Any
@@ -62,14 +54,12 @@ class OneHead:
         hidden = place_hidden(self.hidden).requires_grad_()
         weight = place_weight(self.weight).requires_grad_()
         arguments = {"config": FusedCEConfig(logits_backend="scaled_exp", num_chunks=2), **changes}
-        out = linear_cross_entropy(Call(hidden, weight, self.labels, tp_group=self.group, **arguments))
-        out.loss.backward(self.grad_loss)
+        out = linear_cross_entropy(Call(hidden, weight, self.inputs.labels, tp_group=self.group, **arguments))
+        out.loss.backward(self.inputs.grad_loss)
         return out, [out.loss.detach(), hidden.grad, weight.grad]
 
 
 PLACES = {"odd-offset": at_odd_offset, "odd-rows": with_odd_rows}
-
-everywhere = pytest.mark.parametrize("place", PLACES)
 
 
 def is_last(rank: Rank) -> bool:
@@ -89,7 +79,7 @@ def serve_everywhere() -> Any:
 
 
 @on_ranks(2)
-@everywhere
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("what", ["hidden", "weight"])
 def test_a_tensor_that_lies_badly(rank: Rank, what, place) -> None:
     """On call 2, on the last rank alone: copied there, of a weight it is said; the others' collectives are
@@ -131,24 +121,19 @@ def test_no_scaled_exp_on_one_rank_from_the_start(rank: Rank, place) -> None:
 @on_ranks(2)
 def test_later_calls_exchange_nothing(rank: Rank) -> None:
     """One exchange per head and group; other lengths, options and places of the same head need none."""
-    call, other = OneHead(rank), OneHead(rank, rows=2 * ROWS)
-    other.group = call.group
+    call = OneHead(rank)
+    other = OneHead(rank, call.group, vocab=256)
 
     def exchanges(head: OneHead, **given: Any) -> int:
         with Collectives({call.group: "tp"}) as issued:
-            head(**given)
+            head(**head.vocab_start, **given)
         return sum(made.dtype == "int64" and made.name == "all_gather" for made in issued.calls)
 
-    given = {"vocab_start": rank.rank * ROWS}
-    assert exchanges(call, **given) == 1
-    assert exchanges(call, **given) == 0
     scaled = FusedCEConfig(logits_backend="scaled_exp", num_chunks=3, logit_scale=0.5)
     where = at_odd_offset if is_last(rank) else torch.clone
-    assert exchanges(call, **given, config=scaled, place_hidden=where) == 0
-    given = {"vocab_start": rank.rank * 2 * ROWS}
-    assert exchanges(other, **given) == 1
-    assert exchanges(other, **given) == 0
-    assert exchanges(call, vocab_start=rank.rank * ROWS) == 0
+    assert [exchanges(call), exchanges(call)] == [1, 0]
+    assert exchanges(call, config=scaled, place_hidden=where) == 0
+    assert [exchanges(other), exchanges(other), exchanges(call)] == [1, 0, 0]
     # One rank alone has lost its specs, and makes them again; they are bounded.
     history = history_of(call.group)
     assert history.specs
@@ -157,7 +142,7 @@ def test_later_calls_exchange_nothing(rank: Rank) -> None:
     with patch("megatron_fused_ce.head.spec.MAX_SPECS", 4):
         for scale in range(2, 8):
             config = replace(scaled, logit_scale=1 / scale)
-            assert exchanges(call, vocab_start=rank.rank * ROWS, config=config) == 0
+            assert exchanges(call, config=config) == 0
     assert len(history.specs) == 4
 
 
@@ -166,7 +151,7 @@ def test_a_destroyed_group_is_let_go(rank: Rank) -> None:
     """Its history, whose specs name it, does not keep it."""
     call = OneHead(rank)
     hidden, weight = call.hidden.clone().requires_grad_(), call.weight.clone().requires_grad_()
-    loss = linear_cross_entropy(Call(hidden, weight, call.labels, tp_group=call.group)).loss
+    loss = linear_cross_entropy(Call(hidden, weight, call.inputs.labels, tp_group=call.group)).loss
     assert history_of(call.group).specs
     group = weakref.ref(call.group)
     dist.destroy_process_group(call.group)
