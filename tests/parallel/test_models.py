@@ -246,7 +246,7 @@ def test_start_up_line(rank: Rank):
 
 @on_ranks(*MODELS)
 def test_options_of_the_loss(rank: Rank):
-    """The loss is the definition's on Megatron's own logits; Megatron's own loss is refused."""
+    """The loss is the definition's on Megatron's own logits. Megatron's loss is refused: test_seams.py."""
     from megatron_fused_ce.adapter import arguments
     from megatron_fused_ce.scripts.lib.reference import LOSS_OPTIONS, HeadInputs, plain_head
 
@@ -266,18 +266,6 @@ def test_options_of_the_loss(rank: Rank):
             difference = (loss - expected).abs().max()
             assert difference < 2e-5 * expected.abs().max(), (options, difference)
             assert (loss[labels == 7] == 0).all()
-            on.output_layer.register_forward_hook(lambda *a: None)
-            with pytest.raises(ValueError, match="Megatron's own loss knows nothing of it"):
-                megatron.forward(on, rank, True)
-            for training in (True, False):
-                made = megatron.forward(on.train(training), rank, False)  # for inference, they are no loss
-                with pytest.raises(ValueError, match=r"Megatron's own loss .* was called without labels"):
-                    made.sum().backward()
-            with (
-                patch("megatron_fused_ce.adapter.stock_path.reason_at_build", lambda *a: "a test"),
-                pytest.raises(ValueError, match=r"ignore_index.*a test"),
-            ):
-                build(Model(), rank)
     with pytest.raises(ValueError, match="takes the vocabulary size from Megatron's tokenizer"):
         arguments.config_from_args(
             arguments.args_from_argv(["--fused-chunked-ce", "--fused-ce-mask-padded-vocab"])

@@ -489,7 +489,7 @@ ROWS = {
     "a class of dev's layer": Row(
         (".Other, whose ",), of_dev("Other"), fused=0, adopted=False, trust=dev_digest, families=GPT
     ),
-    # What nobody would apply. A hook, no labels: test_models.py.
+    # What nobody would apply.
     "a hook that drops arguments": Row(
         fused=0, raises="did not reach its forward", change=hooked(
             "register_forward_pre_hook", lambda layer, given, named: (given, {}), with_kwargs=True
@@ -498,6 +498,14 @@ ROWS = {
     "an output layer in MXFP8 and an option": Row(
         fused=0, before=te_head, raises="TELMHeadColumnParallelLinear", options={"z_loss": 1e-3},
         families=GPT, **MXFP8,
+    ),
+    "a forward hook and an option": stays(
+        "", hooked("register_forward_hook", half_of), raises="own loss knows nothing of it",
+        options={"ignore_index": 7},
+    ),
+    "no labels and an option": stays(
+        "", use=no_labels, raises="Megatron's own loss .* was called without labels",
+        options={"ignore_index": 7},
     ),
     "LoRA and an option": stays(
         "", wrapped, raises="z_loss: Megatron's own loss", options={"z_loss": 1e-3}
