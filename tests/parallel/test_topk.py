@@ -51,13 +51,9 @@ def likeliest(hidden, weight, k, config, temperature):
 
 
 @on_ranks(1, 2, 4)
-def test_against_fp64(rank: Rank):
+@pytest.mark.parametrize("call", CALLS)
+def test_against_fp64(rank: Rank, call):
     """Shards of unequal sizes, one of a single row; a last chunk that is shorter; ids equal one by one."""
-    for call in CALLS:
-        compare(rank, call)
-
-
-def compare(rank: Rank, call: str) -> None:
     k, options, kind, dtype, sp = CALLS[call]
     hidden, weight = operands(rank, dtype)
     config = FusedCEConfig(**{"chunk_tokens": 28, **options})
