@@ -25,7 +25,7 @@ from megatron_fused_ce.ranks import agreement
 from tests.support import megatron
 from tests.support.collectives import Collectives
 from tests.support.head import plain_inputs, shard_of
-from tests.support.megatron import BATCH, DDP, SEQUENCE, VOCAB, Model, both_cores, flag, of_core
+from tests.support.megatron import BATCH, DDP, SEQUENCE, Model, both_cores, flag, of_core
 from tests.support.op import promises
 from tests.support.ranks import Rank, on_ranks
 
@@ -79,22 +79,16 @@ class Training(megatron.Training):
         self.gains = of.skip_masked or setup.pp > 1  # either kind of a wrong loss
         self.generator = torch.Generator().manual_seed(5 + replica)
 
-    def mask(self) -> Tensor:
-        return (torch.rand(BATCH, SEQUENCE, generator=self.generator) < 0.7).float().to(self.rank.device)
-
-    def losses(self, model: Any = None, **given: Any) -> Tensor:
-        """Per-token losses ``[b, s]`` of a random micro-batch; ``given``: what the model is told."""
-        ids = torch.randint(0, VOCAB, (BATCH, SEQUENCE + 1), generator=self.generator).to(self.rank.device)
-        where = megatron.positions_and_mask(self.rank)
-        return (model or self.ddp)(ids[:, :-1], *where, labels=ids[:, 1:], **given)
+    def draw(self) -> megatron.Batch:
+        return megatron.draw(self.rank, self.generator, 0.7)
 
     def forward_backward(self, wrong: bool = False) -> None:
         """As Megatron's train_step up to the optimizer; ``wrong``: the loss of the last micro-batch."""
 
         def step(data: Any, model: Any) -> tuple[Tensor, Any]:
-            last, mask = next(data) == NUM_MICRO_BATCHES - 1, self.mask()
-            used = one_token_changed(mask, self.gains) if wrong and last else mask
-            return self.losses(model, loss_mask=mask), lambda losses: (
+            last, batch = next(data) == NUM_MICRO_BATCHES - 1, self.draw()
+            used = one_token_changed(batch.mask, self.gains) if wrong and last else batch.mask
+            return megatron.losses_of(model, batch, self.rank), lambda losses: (
                 (losses.float() * used).sum() / used.sum().clamp(min=1), {}
             )  # fmt: skip
 
@@ -349,8 +343,9 @@ def test_without_a_mask(rank: Rank):
         training = Training(rank, Setup(tp=rank.size).but(family="hybrid"))
         for _ in range(2):
             training.zero_grad()
-            anything = torch.randn(BATCH, SEQUENCE, generator=training.generator)
-            training.backward_of(training.losses(), anything.to(rank.device))
+            batch, anything = training.draw(), torch.randn(BATCH, SEQUENCE, generator=training.generator)
+            losses = training.ddp(batch.ids, *megatron.positions_and_mask(rank), labels=batch.labels)
+            training.backward_of(losses, anything.to(rank.device))
             training.ddp.finish_grad_sync()
             training.assert_steps()
 
@@ -362,16 +357,15 @@ def run_iteration(
     training: Training, state_machine: Any, wrong_in: tuple[int, ...], reject_first: bool
 ) -> list[list[Tensor]]:
     """One iteration of Megatron's train_step up to the optimizer: losses and gradients of each run."""
-    masks, start = [training.mask() for _ in range(2)], training.generator.get_state()
+    batches = [training.draw() for _ in range(2)]
     runs: list[list[Tensor]] = []
     while state_machine.should_run_forward_backward(None):
         training.zero_grad()
-        training.generator.set_state(start)
         seen: list[Tensor] = []
-        for mask in masks:
-            losses = training.losses(loss_mask=mask)
+        for batch in batches:
+            losses = megatron.losses_of(training.ddp, batch, training.rank)
             seen.append(losses.detach().clone())
-            used = one_token_changed(mask) if len(runs) in wrong_in else mask
+            used = one_token_changed(batch.mask) if len(runs) in wrong_in else batch.mask
             state_machine.validate_result(
                 result=training.backward_of(losses, used),
                 rejection_func=lambda value, rejected=reject_first and not runs: rejected,
