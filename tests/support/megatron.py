@@ -73,14 +73,11 @@ def of_core(size: int, environment: Environment, *marks: Any, own: str = "", nee
 
     Tests of the installed one are of `make test-rest`, but where 0.19.2 cannot be had.
     """
-    if str(CORE_0_19) in environment.path:
-        missing = f"no {CORE_0_19.name} in the environment: run scripts/dev/setup_env.sh"
-        marks += (pytest.mark.skipif(not CORE_0_19.is_dir(), reason=missing),)
-    elif CORE_0_19.is_dir():
+    if str(CORE_0_19) not in environment.path and CORE_0_19.is_dir():
         marks += (pytest.mark.rest,)
-    if str(MODELOPT) in environment.path:
-        missing = f"no {MODELOPT.name} in the environment: run scripts/dev/setup_env.sh"
-        marks += (pytest.mark.skipif(not MODELOPT.is_dir(), reason=missing),)
+    for folder in map(Path, environment.path):
+        missing = f"no {folder.name} in the environment: run scripts/dev/setup_env.sh"
+        marks += (pytest.mark.skipif(not folder.is_dir(), reason=missing),)
     if importlib.util.find_spec("megatron") is None:
         marks += (pytest.mark.skip(reason="megatron-core is not installed"),)
     return pytest.param(Ranks(size, environment, own, needs_nccl), marks=marks)
@@ -141,11 +138,6 @@ class Flag:
         return [line for line in self.said.splitlines() if words in line]
 
 
-def unbroken(printed: io.StringIO) -> str:
-    """What was printed, each line of the log in one piece."""
-    return printed.getvalue().replace("\n[fused-ce]   ", " ")
-
-
 @contextlib.contextmanager
 def counted() -> Iterator[Flag]:
     """What happens inside, of which the :class:`Flag` knows at the end."""
@@ -159,8 +151,8 @@ def counted() -> Iterator[Flag]:
         with contextlib.redirect_stdout(printed):
             yield seen
     finally:
-        counts = counters.fused, counters.materialised, counters.stock
-        seen.counts, seen.said = counts, unbroken(printed)
+        seen.counts = counters.fused, counters.materialised, counters.stock
+        seen.said = printed.getvalue().replace("\n[fused-ce]   ", " ")  # each line of the log in one piece
         print(seen.said, end="")
 
 
@@ -181,7 +173,8 @@ def flag(*, deferred_logits: bool = False, trust: Any = (), **options: Any) -> I
 # --- process groups --------------------------------------------------------------------------
 
 _layout: tuple[int, int, int | None] | None = None
-_kept: set[Any] = set()
+#: Those of the layout.
+groups: set[Any] = set()
 
 
 def have_groups(tensor: int, pipeline: int = 1, virtual: int | None = None) -> None:
@@ -194,22 +187,17 @@ def have_groups(tensor: int, pipeline: int = 1, virtual: int | None = None) -> N
 
     global _layout
     wanted = (tensor, pipeline, virtual)
-    if wanted == _layout and _kept <= set(dist.distributed_c10d._world.pg_map):
+    if wanted == _layout and groups <= set(dist.distributed_c10d._world.pg_map):
         return
     parallel_state.destroy_model_parallel()
     # In one order on all ranks, which a set has not: NCCL's end of a communicator waits for the others'.
-    for group in [group for group in dist.distributed_c10d._world.pg_map if group in _kept]:
+    for group in [group for group in dist.distributed_c10d._world.pg_map if group in groups]:
         dist.destroy_process_group(group)
     others = set(dist.distributed_c10d._world.pg_map)
     parallel_state.initialize_model_parallel(tensor, pipeline, virtual_pipeline_model_parallel_size=virtual)
-    _kept.clear()
-    _kept.update(set(dist.distributed_c10d._world.pg_map) - others)
+    groups.clear()
+    groups.update(set(dist.distributed_c10d._world.pg_map) - others)
     _layout = wanted
-
-
-def groups_kept() -> set[Any]:
-    """The groups of :func:`have_groups`."""
-    return _kept
 
 
 # --- models ----------------------------------------------------------------------------------

@@ -130,7 +130,7 @@ class RemoteCall:
         kind, value = self.run(rank)
         if kind != "raised":
             megatron: Any = sys.modules.get("tests.support.megatron")
-            groups |= megatron.groups_kept() if megatron else set()
+            groups |= megatron.groups if megatron else set()
             for group in [group for group in dist.distributed_c10d._world.pg_map if group not in groups]:
                 dist.destroy_process_group(group)  # in one order on all ranks
         return kind, value
