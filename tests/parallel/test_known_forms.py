@@ -8,7 +8,6 @@ import importlib
 import sys
 import tempfile
 import types
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -245,24 +244,20 @@ STAND_INS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def put(place: str, make: Any) -> Callable[[contextlib.ExitStack], None]:
+def put(place: str, make: Any, stack: contextlib.ExitStack) -> None:
     """What ``make`` makes of Megatron's, or a line and what is written behind it."""
-
-    def before(stack: contextlib.ExitStack) -> None:
-        module, _, path = place.partition(":")
-        owner: Any = importlib.import_module(module)
-        *owners, attribute = path.split(".")
-        for part in owners:
-            owner = getattr(owner, part)
-        stock = getattr(owner, attribute, None)
-        if stock is None:
-            pytest.skip("not in this version")
-        made = edited(stack, *make, stock) if isinstance(make, tuple) else make(stock)
-        if isinstance(owner, type) and not issubclass(owner, torch.nn.Module):
-            made = staticmethod(made)
-        stack.enter_context(pytest.MonkeyPatch.context()).setattr(owner, attribute, made, raising=False)
-
-    return before
+    module, _, path = place.partition(":")
+    owner: Any = importlib.import_module(module)
+    *owners, attribute = path.split(".")
+    for part in owners:
+        owner = getattr(owner, part)
+    stock = getattr(owner, attribute, None)
+    if stock is None:
+        pytest.skip("not in this version")
+    made = edited(stack, *make, stock) if isinstance(make, tuple) else make(stock)
+    if isinstance(owner, type) and not issubclass(owner, torch.nn.Module):
+        made = staticmethod(made)
+    stack.enter_context(pytest.MonkeyPatch.context()).setattr(owner, attribute, made, raising=False)
 
 
 @on_ranks(of_core(1, NEWEST), of_core(2, INSTALLED))
@@ -272,7 +267,7 @@ def test_a_stand_in(rank: Rank, name):
     place, make, when = (*STAND_INS[name], {})[:3]
     if when.get("ranks", rank.size) != rank.size:
         pytest.skip("not called so")
-    before, kind = put(place, make), when.get("kind", "")
+    before, kind = functools.partial(put, place, make), when.get("kind", "")
     fusion = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": kind}
     model = {"sequence_parallel": name == "a collective", "extra": fusion if kind else {}}
 
@@ -320,31 +315,28 @@ def parallel_cross_entropy(*given):
 """
 
 
-def transformer_engines(name: str) -> Callable[[contextlib.ExitStack], None]:
-    def before(stack: contextlib.ExitStack) -> None:
-        from megatron.core.extensions import transformer_engine as extension
+def transformer_engines(name: str, stack: contextlib.ExitStack) -> None:
+    from megatron.core.extensions import transformer_engine as extension
 
-        file = Path(stack.enter_context(tempfile.TemporaryDirectory()), "cross_entropy.py")
-        file.write_text(TE_LOSS)
-        te = megatron.imported(file, "transformer_engine.pytorch.cross_entropy")
-        text = Path(extension.__file__).read_text()
-        wrapper = next(
-            part for part in compile(text, extension.__file__, "exec", dont_inherit=True).co_consts
-            if getattr(part, "co_name", "") == "te_parallel_cross_entropy"
-        )  # fmt: skip
-        loss = {"another's apply": Summed.apply, "a function": te.parallel_cross_entropy}
-        patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setitem(sys.modules, te.__name__, te)
-        patch.setattr(extension, "_TE_SUPPORTS_CG_CAPTURABLE", True, raising=False)
-        given = loss.get(name, te.CrossEntropyFunction.apply)
-        patch.setattr(extension, "parallel_cross_entropy", given, raising=False)
-        made = types.FunctionType(wrapper, vars(extension), argdefs=(False,))
-        patch.setattr(sys.modules[LANGUAGE], "te_parallel_cross_entropy", made)
-        if name == "an edited step":
-            backward = lambda ctx, grad: (grad[..., None].expand(*grad.shape, VOCAB), *[None] * 6)  # noqa: E731
-            patch.setattr(te.CrossEntropyFunction, "backward", staticmethod(backward))
-
-    return before
+    file = Path(stack.enter_context(tempfile.TemporaryDirectory()), "cross_entropy.py")
+    file.write_text(TE_LOSS)
+    te = megatron.imported(file, "transformer_engine.pytorch.cross_entropy")
+    text = Path(extension.__file__).read_text()
+    wrapper = next(
+        part for part in compile(text, extension.__file__, "exec", dont_inherit=True).co_consts
+        if getattr(part, "co_name", "") == "te_parallel_cross_entropy"
+    )  # fmt: skip
+    loss = {"another's apply": Summed.apply, "a function": te.parallel_cross_entropy}
+    patch = stack.enter_context(pytest.MonkeyPatch.context())
+    patch.setitem(sys.modules, te.__name__, te)
+    patch.setattr(extension, "_TE_SUPPORTS_CG_CAPTURABLE", True, raising=False)
+    given = loss.get(name, te.CrossEntropyFunction.apply)
+    patch.setattr(extension, "parallel_cross_entropy", given, raising=False)
+    made = types.FunctionType(wrapper, vars(extension), argdefs=(False,))
+    patch.setattr(sys.modules[LANGUAGE], "te_parallel_cross_entropy", made)
+    if name == "an edited step":
+        backward = lambda ctx, grad: (grad[..., None].expand(*grad.shape, VOCAB), *[None] * 6)  # noqa: E731
+        patch.setattr(te.CrossEntropyFunction, "backward", staticmethod(backward))
 
 
 @on_ranks(of_core(1, NEWEST))
@@ -352,7 +344,11 @@ def transformer_engines(name: str) -> Callable[[contextlib.ExitStack], None]:
 def test_the_loss_of_transformer_engine(rank: Rank, name):
     """Megatron's wrapper calls what transformer_engine.pytorch.cross_entropy defines, or the head stays."""
     fusion = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}
-    given = {"before": transformer_engines(name), "model": {"extra": fusion}, "families": GPT}
+    given = {
+        "before": functools.partial(transformer_engines, name),
+        "model": {"extra": fusion},
+        "families": GPT,
+    }
     row = Row(**given) if name == "a function" else unknown(
         ("transformer_engine.parallel_cross_entropy is",), **given
     )  # fmt: skip
@@ -370,25 +366,19 @@ def test_a_log_softmax_that_is_not_known(rank: Rank, place):
     def warmer(logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         return stock(logits / 2.0, index)
 
-    own = {} if place == "a form that is not known" else {"selective_log_softmax": warmer}
-    before = own if place == "before enable()" else {}
-
-    def made(patch: pytest.MonkeyPatch, own: dict[str, Any], early: bool = False) -> torch.Tensor:
-        model = build(Model(), rank)
-        if early:
-            rl_utils.get_logprobs(model, tokens, positions)
-        for name, function in own.items():
-            patch.setattr(rl_utils, name, function)
-        return rl_utils.get_logprobs(model, tokens, positions)
-
+    own = place != "a form that is not known"
+    before = {"selective_log_softmax": warmer} if place == "before enable()" else {}
     with pytest.MonkeyPatch.context() as patch:
-        off = made(patch, own)
-    with (
-        flag() as seen,
-        rl_utils.patched_caller(is_known=place != "a form that is not known", **before),
-        pytest.MonkeyPatch.context() as patch,
-    ):
-        on = made(patch, {} if before else own, place == "later")
+        if own:
+            patch.setattr(rl_utils, "selective_log_softmax", warmer)
+        off = rl_utils.get_logprobs(build(Model(), rank), tokens, positions)
+    patched = rl_utils.patched_caller(is_known=own, **before)
+    with flag() as seen, patched, pytest.MonkeyPatch.context() as patch:
+        model = build(Model(), rank)
+        if place == "later":
+            rl_utils.get_logprobs(model, tokens, positions)
+            patch.setattr(rl_utils, "selective_log_softmax", warmer)
+        on = rl_utils.get_logprobs(model, tokens, positions)
     assert seen.counts == (place == "later", 0, 1)
     assert torch.equal(on, off)
     words = "warmer" if own else "--fused-ce-trust"
