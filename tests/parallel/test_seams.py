@@ -10,11 +10,11 @@ from __future__ import annotations
 import ast
 import contextlib
 import copy
-import functools
 import sys
 import tempfile
 import textwrap
 from collections.abc import Callable
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -150,9 +150,7 @@ def within_its_own_evaluation(step: Step) -> Tensor:
 def scaled_otherwise(model: Any) -> Any:
     """A decorator, which copies attributes, around the class's method."""
     stock = type(model)._scale_logits
-    return patch.object(
-        type(model), "_scale_logits", functools.wraps(stock)(lambda self, z: stock(self, z.mul_(0.3)))
-    )
+    return patch.object(type(model), "_scale_logits", wraps(stock)(lambda self, z: stock(self, z.mul_(0.3))))
 
 
 def parametrized(layer: Any) -> None:
@@ -210,19 +208,15 @@ class OtherMixin(KnownMixin):
         return 0.5 * logits, bias
 
 
-def extended(mixin: type, cap: float, is_known: bool = True) -> Change:
+def extended(mixin: type, cap: float, model: Any, stack: contextlib.ExitStack, is_known: bool = True) -> None:
     """As Megatron-Bridge extends a head after the build: ``forward`` softcaps what the layer returns."""
+    from megatron_fused_ce.adapter import output_layer
 
-    def change(model: Any, stack: contextlib.ExitStack) -> None:
-        from megatron_fused_ce.adapter import output_layer
-
-        names = [(known.__module__, known.forward.__qualname__) for known in (KnownMixin, OtherMixin)]
-        caps = dict.fromkeys(names, "final_logit_softcapping")
-        stack.enter_context(patch.dict(output_layer.SOFTCAPS, caps if is_known else {}))
-        model.output_layer.config.final_logit_softcapping = cap
-        subclass(model.output_layer, mixin)
-
-    return change
+    names = [(known.__module__, known.forward.__qualname__) for known in (KnownMixin, OtherMixin)]
+    caps = dict.fromkeys(names, "final_logit_softcapping")
+    stack.enter_context(patch.dict(output_layer.SOFTCAPS, caps if is_known else {}))
+    model.output_layer.config.final_logit_softcapping = cap
+    subclass(model.output_layer, mixin)
 
 
 class LoRA(nn.Module):
@@ -356,24 +350,22 @@ def dev_digest() -> list[str]:
     return [forms.digest(dict(forms.definitions(ast.parse(DEV)))["LinearCrossEntropyModule.forward"])]
 
 
-def of_dev(layer: str = "LinearCrossEntropyModule", as_loss: bool = False) -> Change:
+def of_dev(
+    model: Any, stack: contextlib.ExitStack, layer: str = "LinearCrossEntropyModule", as_loss: bool = False
+) -> None:
     """``as_loss``: with the flag on the model asks its layer for the loss."""
+    from megatron_fused_ce.adapter import forms, language_module, switch
 
-    def change(model: Any, stack: contextlib.ExitStack) -> None:
-        from megatron_fused_ce.adapter import forms, language_module, switch
-
-        file = Path(stack.enter_context(tempfile.TemporaryDirectory()), "dev.py")
-        file.write_text(DEV)
-        module = megatron.imported(file, forms.LINEAR)
-        stack.enter_context(patch.dict(sys.modules, {forms.LINEAR: module}))
-        model.output_layer.__class__ = getattr(module, layer)
-        config = switch.active_config()
-        if config is not None:
-            delattr(model, language_module.ADOPTED)
-            model.__class__ = module.GPTModel if as_loss else type(model)
-            language_module.adopt_output_layer(model, config)
-
-    return change
+    file = Path(stack.enter_context(tempfile.TemporaryDirectory()), "dev.py")
+    file.write_text(DEV)
+    module = megatron.imported(file, forms.LINEAR)
+    stack.enter_context(patch.dict(sys.modules, {forms.LINEAR: module}))
+    model.output_layer.__class__ = getattr(module, layer)
+    config = switch.active_config()
+    if config is not None:
+        delattr(model, language_module.ADOPTED)
+        model.__class__ = module.GPTModel if as_loss else type(model)
+        language_module.adopt_output_layer(model, config)
 
 
 def as_devs(step: Step) -> Tensor:
@@ -423,17 +415,17 @@ ROWS = {
     "gathered logits": stays("runtime_gather_output", use=gathered),
     "the layer called directly": stays(CALLED_HERE, use=directly, fused=1),
     # Layers that somebody has changed.
-    "extended by a softcap": stays("its forward is", extended(KnownMixin, 2.0, False)),
-    "extended by a known softcap": Row(change=extended(KnownMixin, 2.0)),
-    "extended by a known softcap, changed": stays("its forward is", extended(OtherMixin, 2.0)),
+    "extended by a softcap": stays("its forward is", partial(extended, KnownMixin, 2.0, is_known=False)),
+    "extended by a known softcap": Row(change=partial(extended, KnownMixin, 2.0)),
+    "extended by a known softcap, changed": stays("its forward is", partial(extended, OtherMixin, 2.0)),
     "a known softcap and mup": Row(
-        change=extended(KnownMixin, 0.5), model={"mup": True}, since=(0, 19)
+        change=partial(extended, KnownMixin, 0.5), model={"mup": True}, since=(0, 19)
     ),
     "a known softcap, called within itself": Row(
-        (), extended(KnownMixin, 0.05), within_its_own_evaluation, fused=2
+        (), partial(extended, KnownMixin, 0.05), within_its_own_evaluation, fused=2
     ),
     "an instance's own forward": stays(  # as accelerate and CUDA graphs put it there
-        "its forward is", of_layer(lambda layer: setattr(layer, "forward", functools.partial(layer.forward)))
+        "its forward is", of_layer(lambda layer: setattr(layer, "forward", partial(layer.forward)))
     ),
     "wrapped by LoRA": stays(f"is called by {__name__}.forward", wrapped),
     "functional_call of the head, detached": stays(
@@ -479,15 +471,16 @@ ROWS = {
     ),
     "MXFP8, whose HybridModel has no such layer": Row(before=te_head, families=("hybrid",), **MXFP8),
     "FSDP2 that casts": stays("FSDP casts what the output layer returns", casts_what_is_returned, **BF16),
-    "dev's layer": Row((CALLED_HERE,), of_dev(), as_devs, stock=1, trust=dev_digest, families=GPT),
+    "dev's layer": Row((CALLED_HERE,), of_dev, as_devs, stock=1, trust=dev_digest, families=GPT),
     "dev's layer, asked for the loss": Row(
-        (CALLED_HERE,), of_dev(as_loss=True), as_devs, stock=1, trust=dev_digest, families=GPT
+        (CALLED_HERE,), partial(of_dev, as_loss=True), as_devs, stock=1, trust=dev_digest, families=GPT
     ),
     "dev's layer in a form that is not known": Row(
-        ("digest ",), of_dev(), fused=0, adopted=False, families=GPT
+        ("digest ",), of_dev, fused=0, adopted=False, families=GPT
     ),
     "a class of dev's layer": Row(
-        (".Other, whose ",), of_dev("Other"), fused=0, adopted=False, trust=dev_digest, families=GPT
+        (".Other, whose ",), partial(of_dev, layer="Other"),
+        fused=0, adopted=False, trust=dev_digest, families=GPT,
     ),
     # What nobody would apply.
     "a hook that drops arguments": Row(
