@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from tests.support import torchrun
-from tests.support.ranks import Ranks
+from tests.support.ranks import PLAIN, Ranks
 
 
-def _environment_of(item: Any) -> Any:
+def environment_of(item: Any) -> Any:
     ranks = item.callspec.params.get("ranks") if hasattr(item, "callspec") else None
-    return ranks.environment if isinstance(ranks, Ranks) else None
+    return ranks.environment if isinstance(ranks, Ranks) else PLAIN
 
 
 if torchrun.IS_RANK:
@@ -26,7 +26,15 @@ if torchrun.IS_RANK:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(items: list[Any]) -> None:
-        items[:] = torchrun.in_order(items, _environment_of)
+        """The plain environment's tests first: what Megatron's changes in a process stays changed.
+
+        Of several such environments the first is kept; the others' tests are skipped.
+        """
+        items.sort(key=lambda item: environment_of(item) != PLAIN)
+        kept = next((each for item in items if (each := environment_of(item)) != PLAIN), PLAIN)
+        for item in items:
+            if environment_of(item) not in (PLAIN, kept):
+                item.add_marker(pytest.mark.skip(reason=f"this launch has the {kept.name} ranks"))
 
     def pytest_unconfigure() -> None:
         torchrun.THIS_RANK.end()

@@ -7,7 +7,7 @@ import contextlib
 import gc
 import warnings
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -16,39 +16,36 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fused_ce import FusedCEConfig, fused_linear_distillation, fused_linear_topk_distillation
+from megatron_fused_ce import (
+    FusedCEConfig,
+    fused_linear_distillation,
+    fused_linear_topk,
+    fused_linear_topk_distillation,
+)
 from megatron_fused_ce.head.autograd import HeadOutputs, linear_cross_entropy
 from megatron_fused_ce.head.call import Call
 from megatron_fused_ce.kernels import gemm_variants
 from megatron_fused_ce.logits import choose
 from megatron_fused_ce.losses import Pull, Rows, Term
-from megatron_fused_ce.ranks.agreement import RankDisagreement, history_of
+from megatron_fused_ce.ranks.agreement import history_of
 from megatron_fused_ce.rl import token_log_probs
+from megatron_fused_ce.scripts.lib.reference import make_inputs
 from tests.support.collectives import Collectives
-from tests.support.head import fresh_group
+from tests.support.head import fresh_group, scaled_exp_dtype
 from tests.support.op import at_odd_offset, with_odd_rows
 from tests.support.ranks import Rank, on_ranks
-
-SEQUENCE, HIDDEN, ROWS = 24, 32, 64
 
 
 class OneHead:
     """One head of this rank, the same values in every call; where its tensors lie is the caller's choice."""
 
-    def __init__(self, rank: Rank, rows: int = ROWS) -> None:
-        self.rank = rank
+    def __init__(self, rank: Rank, group: Any = None, vocab: int = 128) -> None:
         # As a fresh launch has it: nothing was compared over it.
-        self.group = dist.new_group(list(range(rank.size)))
-        random = torch.Generator().manual_seed(rank.rank)
-        same = torch.Generator().manual_seed(77)
-        # By Triton's interpreter in fp32.
-        dtype = torch.bfloat16 if rank.device.type == "cuda" else torch.float32
-        hidden = torch.randn(SEQUENCE, HIDDEN, generator=same).to(rank.device, dtype)
-        self.hidden = hidden
-        self.weight = torch.randn(rows, HIDDEN, generator=random).to(rank.device, dtype)
-        labels = torch.randint(0, rows * rank.size, (SEQUENCE,), generator=same)
-        self.labels = labels.to(rank.device)
-        self.grad_loss = torch.randn(SEQUENCE, generator=same).to(rank.device)
+        self.group = group or dist.new_group(list(range(rank.size)))
+        sizes = {"s": 24, "b": 1, "hidden_size": 32, "vocab": vocab}
+        self.inputs = make_inputs("plain", **sizes, dtype=scaled_exp_dtype(rank), device=rank.device)
+        self.hidden, self.weight = self.inputs.hidden, self.inputs.weight.chunk(rank.size)[rank.rank]
+        self.vocab_start = {"vocab_start": rank.rank * len(self.weight)}
 
     def __call__(
         self, place_hidden: Any = torch.clone, place_weight: Any = torch.clone, **changes: Any
@@ -57,14 +54,12 @@ class OneHead:
         hidden = place_hidden(self.hidden).requires_grad_()
         weight = place_weight(self.weight).requires_grad_()
         arguments = {"config": FusedCEConfig(logits_backend="scaled_exp", num_chunks=2), **changes}
-        out = linear_cross_entropy(Call(hidden, weight, self.labels, tp_group=self.group, **arguments))
-        out.loss.backward(self.grad_loss)
+        out = linear_cross_entropy(Call(hidden, weight, self.inputs.labels, tp_group=self.group, **arguments))
+        out.loss.backward(self.inputs.grad_loss)
         return out, [out.loss.detach(), hidden.grad, weight.grad]
 
 
 PLACES = {"odd-offset": at_odd_offset, "odd-rows": with_odd_rows}
-
-everywhere = pytest.mark.parametrize("place", PLACES)
 
 
 def is_last(rank: Rank) -> bool:
@@ -84,7 +79,7 @@ def serve_everywhere() -> Any:
 
 
 @on_ranks(2)
-@everywhere
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("what", ["hidden", "weight"])
 def test_a_tensor_that_lies_badly(rank: Rank, what, place) -> None:
     """On call 2, on the last rank alone: copied there, of a weight it is said; the others' collectives are
@@ -126,24 +121,19 @@ def test_no_scaled_exp_on_one_rank_from_the_start(rank: Rank, place) -> None:
 @on_ranks(2)
 def test_later_calls_exchange_nothing(rank: Rank) -> None:
     """One exchange per head and group; other lengths, options and places of the same head need none."""
-    call, other = OneHead(rank), OneHead(rank, rows=2 * ROWS)
-    other.group = call.group
+    call = OneHead(rank)
+    other = OneHead(rank, call.group, vocab=256)
 
     def exchanges(head: OneHead, **given: Any) -> int:
         with Collectives({call.group: "tp"}) as issued:
-            head(**given)
+            head(**head.vocab_start, **given)
         return sum(made.dtype == "int64" and made.name == "all_gather" for made in issued.calls)
 
-    given = {"vocab_start": rank.rank * ROWS}
-    assert exchanges(call, **given) == 1
-    assert exchanges(call, **given) == 0
     scaled = FusedCEConfig(logits_backend="scaled_exp", num_chunks=3, logit_scale=0.5)
     where = at_odd_offset if is_last(rank) else torch.clone
-    assert exchanges(call, **given, config=scaled, place_hidden=where) == 0
-    given = {"vocab_start": rank.rank * 2 * ROWS}
-    assert exchanges(other, **given) == 1
-    assert exchanges(other, **given) == 0
-    assert exchanges(call, vocab_start=rank.rank * ROWS) == 0
+    assert [exchanges(call), exchanges(call)] == [1, 0]
+    assert exchanges(call, config=scaled, place_hidden=where) == 0
+    assert [exchanges(other), exchanges(other), exchanges(call)] == [1, 0, 0]
     # One rank alone has lost its specs, and makes them again; they are bounded.
     history = history_of(call.group)
     assert history.specs
@@ -152,7 +142,7 @@ def test_later_calls_exchange_nothing(rank: Rank) -> None:
     with patch("megatron_fused_ce.head.spec.MAX_SPECS", 4):
         for scale in range(2, 8):
             config = replace(scaled, logit_scale=1 / scale)
-            assert exchanges(call, vocab_start=rank.rank * ROWS, config=config) == 0
+            assert exchanges(call, config=config) == 0
     assert len(history.specs) == 4
 
 
@@ -161,7 +151,7 @@ def test_a_destroyed_group_is_let_go(rank: Rank) -> None:
     """Its history, whose specs name it, does not keep it."""
     call = OneHead(rank)
     hidden, weight = call.hidden.clone().requires_grad_(), call.weight.clone().requires_grad_()
-    loss = linear_cross_entropy(Call(hidden, weight, call.labels, tp_group=call.group)).loss
+    loss = linear_cross_entropy(Call(hidden, weight, call.inputs.labels, tp_group=call.group)).loss
     assert history_of(call.group).specs
     group = weakref.ref(call.group)
     dist.destroy_process_group(call.group)
@@ -229,131 +219,38 @@ def ones(*shape: int) -> torch.Tensor:
     return torch.ones(*shape)
 
 
-def small_call(rank: Rank, group: Any, kind: str = "loss", **changes: Any) -> None:
-    """A small call that one rank makes with other arguments than the rest."""
-    labels, teacher = ones(1, 8).long(), {"teacher_hidden": ones(8, 1, 3), "teacher_weight": ones(5, 3)}
-    call, beside = {
-        "loss": (lambda **given: linear_cross_entropy(Call(**given)), {"labels": labels}),
-        "top-k": (
-            fused_linear_topk_distillation,
-            {"teacher_ids": labels[..., None], "teacher_log_probs": -ones(1, 8, 1)},
-        ),
-        "divergence": (fused_linear_distillation, teacher),
-    }[kind]
-    config = FusedCEConfig(num_chunks=2)
-    given = {"hidden": ones(8, 1, 4).requires_grad_(kind == "divergence"), "weight": ones(5, 4)}
-    given |= {"config": config, "tp_group": group, **beside, **changes}
-    placed = {
-        name: x.to(rank.device) if isinstance(x, torch.Tensor) and not x.is_meta else x
-        for name, x in given.items()
-    }
-    call(**placed)  # type: ignore[operator]
+def whole_numbers(*shape: int) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=torch.int64)
 
 
-#: What one rank gives otherwise, and the words of every rank's error.
-OF_A_LOSS: dict[str, tuple[dict[str, Any], str]] = {
-    "outputs": ({"outputs": ("lse", "entropy")}, r"disagree on outputs: \(\);"),
-    "tokens": (
-        {"hidden": ones(6, 1, 4), "labels": ones(1, 6).long()}, r"disagree on hidden: float32 \[8, 1, 4\]"
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "loss": (lambda **given: linear_cross_entropy(Call(**given)), {"labels": whole_numbers(1, 8)}),
+    "divergence": (
+        fused_linear_distillation,
+        {
+            "hidden": ones(8, 1, 4).requires_grad_(),
+            "teacher_hidden": ones(8, 1, 3),
+            "teacher_weight": ones(5, 3),
+        },
     ),
-    "merge": ({"config": FusedCEConfig(num_chunks=2, merge="all_reduce")}, "disagree on merge"),
-    "z-loss": ({"config": FusedCEConfig(num_chunks=2, z_loss=1e-4)}, "disagree on z_loss"),
-    "temperature": ({"temperature": 0.5}, "disagree on temperature"),
-    "reduction": ({"reduce_grad_hidden": False}, "disagree on reduce_grad_hidden"),
-    "temperature below 0": ({"temperature": -1.0}, "above 0 and finite"),
-    "bad shape": ({"hidden": ones(8, 1, 3)}, "H = 3"),
-    "bad dtype of hidden": ({"hidden": ones(8, 1, 4).double()}, "has dtype"),
-    "weights elsewhere": ({"token_weights": ones(1, 8).to("meta")}, "token_weights on meta"),
-}  # fmt: skip
-DISAGREE, CUT = "disagree on labels or teacher", "one cut of the vocabulary|teacher's shard does not fit"
-OF_A_TEACHER: dict[str, tuple[dict[str, Any], str]] = {
-    "no tensor": ({"teacher_hidden": [1.0]}, "teacher_hidden is a list"),
-    "a gradient": ({"teacher_hidden": ones(8, 1, 3).requires_grad_()}, "the teacher gets none"),
-    "H_t": ({"teacher_hidden": ones(8, 1, 2), "teacher_weight": ones(5, 2)}, DISAGREE),
-    "dtype": ({"teacher_hidden": ones(8, 1, 3).half(), "teacher_weight": ones(5, 3).half()}, DISAGREE),
-    "divergence": ({"divergence": "jsd"}, DISAGREE),
-    "beta": ({"beta": 0.25}, DISAGREE),
-    "scale": ({"teacher_logit_scale": 2.0}, DISAGREE),
-    "split": ({"teacher_hidden": ones(4, 1, 3), "teacher_sequence_parallel": True}, DISAGREE),
-    "labels": ({"labels": ones(1, 8).long()}, "disagree on outputs"),
-    "more rows": ({"teacher_weight": ones(6, 3)}, CUT),
+    "top-k distillation": (
+        fused_linear_topk_distillation,
+        {"teacher_ids": whole_numbers(1, 8, 1), "teacher_log_probs": -ones(1, 8, 1)},
+    ),
+    "log-probs": (token_log_probs, {"labels": whole_numbers(1, 8, 2)}),
+    "top-k": (fused_linear_topk, {"k": 2, "batch_first": False}),
 }
-OF_IDS = {"ids": ({"teacher_ids": [1]}, "must be tensors")}
-KINDS = {"loss": OF_A_LOSS, "divergence": OF_A_TEACHER, "top-k": OF_IDS}
-DIFFERENCES = {name: (kind, *row) for kind, rows in KINDS.items() for name, row in rows.items()}
 
 
-def differs(rank: Rank, group: Any, what: str, **everywhere: Any) -> None:
-    """The last rank gives it; every rank raises."""
-    kind, changes, words = DIFFERENCES[what]
-    with pytest.raises((TypeError, ValueError), match=words):
-        small_call(rank, group, kind, **{**everywhere, **(changes if is_last(rank) else {})})
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("what", DIFFERENCES)
-def test_one_rank_differs(rank: Rank, what) -> None:
-    """In a group's first call; in one that knows another head all compare the new one, the bad one too."""
-    with fresh_group(rank) as group:
-        differs(rank, group, what)
-    with fresh_group(rank) as group:
-        small_call(rank, group, weight=ones(9, 4))
-        differs(rank, group, what)
-        small_call(rank, group, DIFFERENCES[what][0])
-
-
-@on_ranks(2, pytest.param(4, marks=pytest.mark.rest))
-@pytest.mark.parametrize("what", ["outputs", "tokens", "bad shape"])
-def test_one_rank_differs_later(rank: Rank, what) -> None:
-    """In a later call, under debug_checks, which all ranks give."""
-    debug = {"config": FusedCEConfig(num_chunks=2, debug_checks=True)}
-    with fresh_group(rank) as group:
-        small_call(rank, group, **debug)
-        differs(rank, group, what, **debug)
-
-
-@on_ranks(2)
-def test_another_teacher_of_one_student(rank: Rank) -> None:
-    """A cut that does not fit is found in the call that brings it; other lengths are not compared."""
-    with fresh_group(rank) as group:
-        small_call(rank, group, "divergence")
-        with pytest.raises(ValueError, match="expected one cut of the vocabulary"):
-            small_call(rank, group, "divergence", teacher_weight=ones(6, 3))
-        with Collectives({group: "tp"}) as seen:
-            small_call(rank, group, "divergence", hidden=ones(6, 1, 4), teacher_hidden=ones(6, 1, 3))
-        assert [call.name for call in seen.calls] == ["all_gather"] * 2 + ["all_reduce"]
-
-
-@on_ranks(2)
-def test_shards_that_overlap(rank: Rank) -> None:
-    with fresh_group(rank) as group, pytest.raises(ValueError, match="overlap"):
-        small_call(rank, group, vocab_start=0)
-
-
-@on_ranks(1, 2)
-def test_more_real_tokens_than_rows(rank: Rank) -> None:
-    """Five rows a rank."""
-    words = f"the vocabulary has {5 * rank.size} rows"
-    with fresh_group(rank) as group:
-        small_call(rank, group, config=FusedCEConfig(true_vocab_size=5 * rank.size))
-    with fresh_group(rank) as group, pytest.raises(ValueError, match=words):
-        small_call(rank, group, config=FusedCEConfig(true_vocab_size=5 * rank.size + 1))
-
-
-# --- numbers that differ ---------------------------------------------------------------------------
-
-CHECKED = FusedCEConfig(debug_checks=True)
-
-
-def graded(head: OneHead, differs: bool) -> Any:
-    with torch.set_grad_enabled(not differs):
-        return head(token_weights=head.grad_loss, config=FusedCEConfig("grad_in_forward"))
-
-
-def distilled(head: OneHead, **given: Any) -> Any:
-    teacher = head.hidden, head.weight
-    given = {"labels": head.labels, "tp_group": head.group, **given}
-    return fused_linear_distillation(head.hidden, head.weight, *teacher, **given)
+def small_call(rank: Rank, group: Any, kind: str = "loss", grads: bool = True, **changes: Any) -> None:
+    call, given = KINDS[kind]
+    given = {"hidden": ones(8, 1, 4), "weight": ones(5, 4), "config": FusedCEConfig(num_chunks=2), **given}
+    given |= {"tp_group": group, **changes}
+    for name, value in given.items():
+        if isinstance(value, torch.Tensor) and not value.is_meta:
+            given[name] = value.to(rank.device)
+    with torch.set_grad_enabled(grads):
+        call(**given)
 
 
 @dataclass(frozen=True)
@@ -370,71 +267,175 @@ class Shaped(Term):
         return Pull(at=upstream)
 
 
+def shaped(shape: Any) -> dict[str, Any]:
+    return {"terms": (("loss", Shaped(shape)),)}
+
+
 def power(of: Any) -> Any:
     return lambda x: x**of
 
 
-def shaped(head: OneHead, shape: Any) -> Any:
-    return head(terms=(("loss", Shaped(shape)),))
+@dataclass(frozen=True)
+class Row:
+    #: of every rank's error
+    words: str
+    #: what one rank gives otherwise
+    changes: dict[str, Any]
+    kind: str = "loss"
+    #: what all of them give
+    base: dict[str, Any] = field(default_factory=dict)
+    #: all ranks give the changes
+    everywhere: bool = False
 
 
-#: A call, told whether it is to differ on this rank, and what the error says.
-DIFFERENT: dict[str, tuple[Any, str]] = {
-    "no_grad": (graded, "grad mode: on; off"),
-    "a label weight": (lambda head, differs: distilled(head, label_weights=0.7 if differs else 0.5), "0.7"),
-    "temperatures": (
-        lambda head, differs: token_log_probs(
-            head.hidden, head.weight, head.labels, tp_group=head.group, config=CHECKED,
-            temperature=torch.ones_like(head.grad_loss) + differs,
+def config(**options: Any) -> dict[str, Any]:
+    return {"config": FusedCEConfig(num_chunks=2, **options)}
+
+
+def of_kind(kind: str, **rows: tuple[Any, ...]) -> dict[str, Row]:
+    return {f"{kind}: {name}".replace("_", " "): Row(*row[:2], kind, *row[2:]) for name, row in rows.items()}
+
+
+CHECKED, LABELS = config(debug_checks=True), {"labels": whole_numbers(1, 8)}
+DISAGREE, CUT = "disagree on labels or teacher", "one cut of the vocabulary|teacher's shard does not fit"
+TERMS = "disagree on terms"
+ADDRESS = "by its address alone, which ranks cannot compare"
+#: As many tokens on each rank, but others: their statistics would be merged.
+FIRST, LAST = (torch.tensor([[*first, 1, 1, 0, 1, 0, 0]]).bool() for first in ((0, 1), (1, 0)))
+MASKS = "leave out different tokens: 2 are masked on one"
+#: What is looked at without debug_checks, too.
+OF_EVERY_CALL = (MASKS, "not all")
+TRAINED = {"hidden": ones(8, 1, 4).requires_grad_()}
+PART = {"sequence_parallel": True, "hidden": ones(4, 1, 4)}
+WEIGHTS = config(skip_masked=True)
+DIFFERENCES = {
+    **of_kind(
+        "loss",
+        outputs=(r"disagree on outputs: \(\);", {"outputs": ("lse", "entropy")}),
+        tokens=(
+            r"disagree on hidden: float32 \[8, 1, 4\]",
+            {"hidden": ones(6, 1, 4), "labels": whole_numbers(1, 6)},
         ),
-        "numbers in temperature",
-    ),
-    "label weights": (
-        lambda head, differs: distilled(
-            head, config=CHECKED, label_weights=torch.ones_like(head.grad_loss) + differs
+        merge=("disagree on merge", config(merge="all_reduce")),
+        z_loss=("disagree on z_loss", config(z_loss=1e-4)),
+        temperature=("disagree on temperature", {"temperature": 0.5}),
+        reduction=("disagree on reduce_grad_hidden", {"reduce_grad_hidden": False}),
+        temperature_below_0=("above 0 and finite", {"temperature": -1.0}),
+        bad_shape=("H = 3", {"hidden": ones(8, 1, 3)}),
+        bad_dtype_of_hidden=("has dtype", {"hidden": ones(8, 1, 4).double()}),
+        weights_elsewhere=("token_weights on meta", {"token_weights": ones(1, 8).to("meta")}),
+        no_grad=(
+            "grad mode: on; off", {"grads": False},
+            {"token_weights": ones(1, 8), **TRAINED, **config(strategy="grad_in_forward")},
         ),
-        "numbers in label_weights",
-    ),
-    "several labels": (
-        lambda head, differs: token_log_probs(
-            head.hidden, head.weight, torch.stack((head.labels, head.labels.roll(int(differs))), 1),
-            tp_group=head.group, config=CHECKED,
+        a_function_within=(TERMS, shaped({"of": [power(torch.cos)]}), shaped({"of": [power(torch.sin)]})),
+        a_method=(TERMS, shaped((3.0).hex), shaped((2.0).hex)),
+        a_closure=(TERMS, shaped(power(3)), shaped(power(2))),
+        a_partial=(TERMS, shaped(partial(power, of=3)), shaped(partial(power, of=2))),
+        address_of_an_object=(ADDRESS, shaped(object()), shaped(max), True),
+        address_in_a_closure=(ADDRESS, shaped(power(object())), shaped(max), True),
+        address_in_a_list=(ADDRESS, shaped([torch.Generator()]), shaped(max), True),
+        shards_that_overlap=("overlap", {"vocab_start": 0}, {}, True),
+        more_real_tokens_than_rows=(
+            "the vocabulary has 10 rows", config(true_vocab_size=11), config(true_vocab_size=10), True
         ),
-        "numbers in labels",
+        mask=(MASKS, {"token_weights": LAST.float()}, {"token_weights": FIRST.float(), **WEIGHTS}),
+        mask_of_parts=(
+            MASKS, {"token_weights": LAST.float()}, {"token_weights": FIRST.float(), **WEIGHTS, **PART}
+        ),
     ),
-    "a function within": (
-        lambda head, differs: shaped(head, {"of": [power(torch.cos if differs else torch.sin)]}),
-        "disagree on terms",
+    **of_kind(
+        "divergence",
+        no_tensor=("teacher_hidden is a list", {"teacher_hidden": [1.0]}),
+        a_gradient=("the teacher gets none", {"teacher_hidden": ones(8, 1, 3).requires_grad_()}),
+        size=(DISAGREE, {"teacher_hidden": ones(8, 1, 2), "teacher_weight": ones(5, 2)}),
+        dtype=(DISAGREE, {"teacher_hidden": ones(8, 1, 3).half(), "teacher_weight": ones(5, 3).half()}),
+        divergence=(DISAGREE, {"divergence": "jsd"}),
+        beta=(DISAGREE, {"beta": 0.25}),
+        scale=(DISAGREE, {"teacher_logit_scale": 2.0}),
+        split=(DISAGREE, {"teacher_hidden": ones(4, 1, 3), "teacher_sequence_parallel": True}),
+        labels=("disagree on outputs", LABELS),
+        more_rows=(CUT, {"teacher_weight": ones(6, 3)}),
+        a_label_weight=("0.7", {"label_weights": 0.7}, {**LABELS, "label_weights": 0.5}),
+        label_weights=(
+            "numbers in label_weights",
+            {"label_weights": 2 * ones(1, 8)}, {**LABELS, **CHECKED, "label_weights": ones(1, 8)},
+        ),
     ),
-    "a method": (
-        lambda head, differs: shaped(head, (3.0 if differs else 2.0).hex), "disagree on terms"
+    **of_kind("top-k distillation", ids=("must be tensors", {"teacher_ids": [1]})),
+    **of_kind(
+        "log-probs",
+        temperature_of_0=("not all", {"temperature": 0 * ones(1, 8)}, {"temperature": ones(1, 8)}),
+        temperature_of_nan=("not all", {"temperature": torch.nan * ones(1, 8)}, {"temperature": ones(1, 8)}),
+        temperatures=(
+            "numbers in temperature", {"temperature": 2 * ones(1, 8)}, {"temperature": ones(1, 8), **CHECKED}
+        ),
+        entropy=("choose one of none", {"entropy": "yes"}),
+        partial=("that the caller has gathered", {"reduce_grad_hidden": False, **PART}),
+        other_labels=(
+            rf"{DISAGREE}: labels int64 \[1, 8, 2\]; labels int64 \[1, 8, 3\]",
+            {"labels": whole_numbers(1, 8, 3)},
+        ),
+        no_labels=(r"expected \[\.\., K\] with K of 1", {"labels": whole_numbers(1, 8, 0)}),
+        numbers_of_labels=("numbers in labels", {"labels": 1 + whole_numbers(1, 8, 2)}, CHECKED),
+        active_mask=(MASKS, {"active_mask": LAST}, {"active_mask": FIRST, **LABELS}),
+        active_mask_of_parts=(MASKS, {"active_mask": LAST}, {"active_mask": FIRST, **LABELS, **PART}),
+        active_mask_of_several_labels=(MASKS, {"active_mask": LAST}, {"active_mask": FIRST, **PART}),
     ),
-    "a closure": (lambda head, differs: shaped(head, power(3 if differs else 2)), "disagree on terms"),
-    "a partial": (
-        lambda head, differs: shaped(head, partial(power, of=3 if differs else 2)), "disagree on terms"
+    **of_kind(
+        "top-k",
+        too_many_ids=("expected at most the 10 ids|disagree on k", {"k": 11}),
+        another_number=("disagree on k", {"k": 3}),
+        a_mask_of_numbers=("active_mask is torch.float32", {"active_mask": ones(1, 8)}),
+        a_temperature_of_0=("temperature must be above 0", {"temperature": 0.0}),
     ),
 }  # fmt: skip
 
 
+def call_of(rank: Rank, group: Any, row: Row, differs: bool = True, debug: bool = False) -> None:
+    """``differs``: the last rank gives it, and every rank raises."""
+    given = {**row.base, **(row.changes if differs and (row.everywhere or is_last(rank)) else {})}
+    if debug:
+        given["config"] = replace(given.get("config", FusedCEConfig(num_chunks=2)), debug_checks=True)
+    words = f"{row.words}|disagree on the numbers" if debug else row.words
+    raises = pytest.raises((TypeError, ValueError), match=words) if differs else contextlib.nullcontext()
+    with raises:
+        small_call(rank, group, row.kind, **given)
+
+
 @on_ranks(2)
-@pytest.mark.parametrize("what", DIFFERENT)
-def test_what_one_rank_has_of_its_own_is_named(rank: Rank, what) -> None:
-    """On all ranks, whose next call is in step again."""
-    made, words = DIFFERENT[what]
-    call = OneHead(rank)
-    with pytest.raises(RankDisagreement, match=words):
-        made(call, is_last(rank))
-    made(call, False)
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_one_rank_differs(rank: Rank, name) -> None:
+    """In a group's first call; in one that knows another head all compare the new one, the bad one too; in a
+    later one under debug_checks. The next call is in step."""
+    row = DIFFERENCES[name]
+    with fresh_group(rank) as group:
+        call_of(rank, group, row)
+    with fresh_group(rank) as group:
+        small_call(rank, group, weight=ones(9, 4))
+        call_of(rank, group, row)
+        call_of(rank, group, row, differs=False)
+        if row.words in OF_EVERY_CALL:
+            call_of(rank, group, row)
+        call_of(rank, group, row, differs=False, debug=True)
+        call_of(rank, group, row, debug=True)
+        call_of(rank, group, row, differs=False)
 
 
-ADDRESSES = {"an object": object(), "a closure": power(object()), "a list": [torch.Generator()]}
+@on_ranks(1)
+def test_an_address_is_refused_on_one_rank_too(rank: Rank) -> None:
+    for name in DIFFERENCES:
+        if "address" in name:
+            call_of(rank, rank.group, DIFFERENCES[name])
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize("name", ADDRESSES)
-def test_what_has_nothing_but_an_address_is_refused(rank: Rank, name) -> None:
-    """Over one rank, too; the next call is in step."""
-    call = OneHead(rank)
-    with pytest.raises(TypeError, match="by its address alone, which ranks cannot compare"):
-        shaped(call, ADDRESSES[name])
-    shaped(call, max)
+@on_ranks(2)
+def test_another_teacher_of_one_student(rank: Rank) -> None:
+    """A cut that does not fit is found in the call that brings it; other lengths are not compared."""
+    with fresh_group(rank) as group:
+        small_call(rank, group, "divergence")
+        with pytest.raises(ValueError, match="expected one cut of the vocabulary"):
+            small_call(rank, group, "divergence", teacher_weight=ones(6, 3))
+        with Collectives({group: "tp"}) as seen:
+            small_call(rank, group, "divergence", hidden=ones(6, 1, 4), teacher_hidden=ones(6, 1, 3))
+        assert [call.name for call in seen.calls] == ["all_gather"] * 2 + ["all_reduce"]

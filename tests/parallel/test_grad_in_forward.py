@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import io
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -27,7 +25,7 @@ from megatron_fused_ce.ranks import agreement
 from tests.support import megatron
 from tests.support.collectives import Collectives
 from tests.support.head import plain_inputs, shard_of
-from tests.support.megatron import BATCH, DDP, SEQUENCE, VOCAB, Model, both_cores, flag, of_core
+from tests.support.megatron import BATCH, DDP, SEQUENCE, Model, both_cores, flag, of_core
 from tests.support.op import promises
 from tests.support.ranks import Rank, on_ranks
 
@@ -81,36 +79,27 @@ class Training(megatron.Training):
         self.gains = of.skip_masked or setup.pp > 1  # either kind of a wrong loss
         self.generator = torch.Generator().manual_seed(5 + replica)
 
-    def mask(self) -> Tensor:
-        return (torch.rand(BATCH, SEQUENCE, generator=self.generator) < 0.7).float().to(self.rank.device)
-
-    def losses(self, model: Any = None, **given: Any) -> Tensor:
-        """Per-token losses ``[b, s]`` of a random micro-batch; ``given``: what the model is told."""
-        ids = torch.randint(0, VOCAB, (BATCH, SEQUENCE + 1), generator=self.generator).to(self.rank.device)
-        where = megatron.positions_and_mask(self.rank)
-        return (model or self.ddp)(ids[:, :-1], *where, labels=ids[:, 1:], **given)
+    def draw(self) -> megatron.Batch:
+        return megatron.draw(self.rank, self.generator, 0.7)
 
     def forward_backward(self, wrong: bool = False) -> None:
         """As Megatron's train_step up to the optimizer; ``wrong``: the loss of the last micro-batch."""
 
         def step(data: Any, model: Any) -> tuple[Tensor, Any]:
-            last, mask = next(data) == NUM_MICRO_BATCHES - 1, self.mask()
-            used = one_token_changed(mask, self.gains) if wrong and last else mask
-            return self.losses(model, loss_mask=mask), lambda losses: (
+            last, batch = next(data) == NUM_MICRO_BATCHES - 1, self.draw()
+            used = one_token_changed(batch.mask, self.gains) if wrong and last else batch.mask
+            return megatron.losses_of(model, batch, self.rank), lambda losses: (
                 (losses.float() * used).sum() / used.sum().clamp(min=1), {}
             )  # fmt: skip
 
         self.zero_grad()
         megatron.scheduled(step, [self.ddp], range(NUM_MICRO_BATCHES))
 
-    def backward_of(self, losses: Tensor, used: Tensor, scale: float = 1.0) -> Tensor:
-        """A micro-batch without a schedule; :meth:`sync` ends its step."""
+    def backward_of(self, losses: Tensor, used: Tensor) -> Tensor:
+        """A micro-batch without a schedule."""
         loss = (losses.view(-1).float() * used.view(-1).float()).sum() / used.sum().int().clamp(min=1)
-        self.optimizer.scale_loss(loss * scale).backward()
+        self.optimizer.scale_loss(loss).backward()
         return loss.detach()
-
-    def sync(self) -> None:
-        self.ddp.finish_grad_sync()
 
     def gradients(self) -> list[Tensor]:
         return [p.main_grad.clone() for p in self.model.parameters() if p.requires_grad]
@@ -264,23 +253,21 @@ def test_another_model_keeps_its_promise(rank: Rank):
 @on_ranks(2)
 def test_another_head_with_as_many_rows_on_one_rank(rank: Rank):
     """Of 20 and 20 rows, and of 20 and 12: all ranks know which of them broke its promise."""
-    config = FusedCEConfig(strategy="grad_in_forward", num_chunks=3)
     torch.manual_seed(3)
     unequal, equal = torch.randn(32, 8).to(rank.device), torch.randn(40, 8).to(rank.device)
 
     def step(weight: Tensor, keeps: bool) -> None:
-        hidden = torch.randn(24, 8).to(rank.device).requires_grad_()
         labels = torch.randint(0, len(weight), (24,)).to(rank.device)
-        mask, random = (torch.rand(24) < 0.7).float().to(rank.device), torch.randn(24).to(rank.device)
-        upstream = 0.3 * mask if keeps else random
+        hidden, random, draws = (torch.randn(24, *of).to(rank.device) for of in ((8,), (), ()))
+        mask, made = (draws < 0.5).float(), []
         shard = (weight[20:] if rank.rank else weight[:20]).clone().requires_grad_()
-        given = {"tp_group": rank.group, "token_weights": mask, "config": config}
-        losses = fused_linear_cross_entropy(hidden, shard, labels, **given)
-        losses.backward(upstream)
-        expected = hidden.detach().double().requires_grad_()
-        plain = F.cross_entropy(expected @ weight.double().t(), labels, reduction="none")
-        plain.backward(upstream.double())
-        close([losses.detach(), hidden.grad], [plain.detach(), expected.grad], 1e-6)
+        for strategy in ("grad_in_forward", "recompute"):
+            leaf, config = hidden.clone().requires_grad_(), FusedCEConfig(strategy, num_chunks=3)
+            given = {"tp_group": rank.group, "token_weights": mask, "config": config}
+            losses = fused_linear_cross_entropy(leaf, shard, labels, **given)
+            losses.backward(0.3 * mask if keeps else random)
+            made.append([losses.detach(), leaf.grad])
+        close(*made, 1e-6)
 
     step(unequal, True)
     step(equal, True)
@@ -315,90 +302,51 @@ def test_a_wrong_loss_in_skipped_steps(rank: Rank):
         for training, counts in ((made, (kept, remade)), (expected, (0, 0))):
             with promises(*counts):
                 training.forward_backward(wrong)
-            assert_skips(training)
-
-
-def assert_skips(training: Training) -> None:
-    before = training.state()
-    assert not training.step(), "the step was not skipped: the case tests nothing"
-    assert all(map(torch.equal, before, training.state()))
-
-
-@on_ranks(*EITHER)
-def test_an_upstream_overflow(rank: Rank):
-    """An upstream gradient that is itself inf: Megatron skips the step; the promise stands."""
-    training = Training(rank, Setup(tp=rank.size).but(dtype=FP16))
-    for scale, kept, remade in ((float("inf"), 0, 1), (1.0, 1, 0)):
-        training.zero_grad()
-        mask = training.mask()
-        with promises(kept, remade):
-            training.backward_of(training.losses(loss_mask=mask), mask, scale)
-        training.sync()
-        if remade:
-            assert_skips(training)
-    training.assert_steps()
-
-
-@on_ranks(TWO[0])
-def test_an_all_masked_micro_batch(rank: Rank):
-    """A micro-batch without any token that counts is legal, and adds nothing to the gradient."""
-    nothing, gradients = torch.zeros(BATCH, SEQUENCE, device=rank.device), []
-    for with_empty in (False, True):
-        training = Training(rank, Setup(tp=rank.size))
-        training.zero_grad()
-        mask = training.mask()
-        training.backward_of(training.losses(loss_mask=mask), mask)
-        if with_empty:
-            training.backward_of(training.losses(loss_mask=nothing), nothing)
-        training.sync()
-        gradients.append(training.gradients())
-        training.assert_steps()
-    assert all(map(torch.equal, *gradients))
+            before = training.state()
+            assert not training.step(), "the step was not skipped: the case tests nothing"
+            assert all(map(torch.equal, before, training.state()))
 
 
 # --- heads without a promise -------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def telling(rank: Rank, words: str):
+def telling(rank: Rank, words: str) -> Iterator[Any]:
     """Rank 0 says once why a head is not ``grad_in_forward``; in evaluation nobody does. What is said."""
-    from megatron_fused_ce.adapter import say
-
-    say._said.clear()
-    with contextlib.redirect_stdout(io.StringIO()) as said:
+    with megatron.counted() as seen:
         model = Training(rank, Setup(tp=rank.size)).model.eval()
         with torch.no_grad():
             megatron.forward(model, rank, labels=True)
-        assert "instead of" not in said.getvalue()
-        yield said
-    lines = [line for line in megatron.unbroken(said).splitlines() if "instead of grad_in_forward" in line]
+    assert "instead of" not in seen.said
+    with megatron.counted() as seen:
+        yield seen
+    lines = seen.lines("instead of grad_in_forward")
     assert len(lines) == (rank.rank == 0) and all(words in line for line in lines), lines
 
 
 @on_ranks(TWO[0])
 def test_multi_token_prediction(rank: Rank):
     """MTP's heads rely on no mask, and get their scales; the main head does. Told once, with what to do."""
-    megatron.have_groups(rank.size)
-    with telling(rank, "multi-token prediction") as said:
+    with telling(rank, "multi-token prediction") as seen:
         pair = Pair(rank, Setup(tp=rank.size).but(mtp=2))
         for wrong in (False, True):
             pair.take(lambda training, wrong=wrong: training.forward_backward(wrong), 2 - wrong, int(wrong))
             pair.step()
     for words in ("of the head of GPTModel (160 rows of 32) is not a scalar", "strategy recompute or store"):
-        assert megatron.unbroken(said).count(words) == (rank.rank == 0), words
+        assert seen.said.count(words) == (rank.rank == 0), words
 
 
 @on_ranks(*EITHER)
 def test_without_a_mask(rank: Rank):
     """No loss_mask (old MambaModel's signature has none): exact for any loss, said once."""
-    megatron.have_groups(rank.size)
     with telling(rank, "loss_mask"):
         training = Training(rank, Setup(tp=rank.size).but(family="hybrid"))
         for _ in range(2):
             training.zero_grad()
-            anything = torch.randn(BATCH, SEQUENCE, generator=training.generator)
-            training.backward_of(training.losses(), anything.to(rank.device))
-            training.sync()
+            batch, anything = training.draw(), torch.randn(BATCH, SEQUENCE, generator=training.generator)
+            losses = training.ddp(batch.ids, *megatron.positions_and_mask(rank), labels=batch.labels)
+            training.backward_of(losses, anything.to(rank.device))
+            training.ddp.finish_grad_sync()
             training.assert_steps()
 
 
@@ -409,16 +357,15 @@ def run_iteration(
     training: Training, state_machine: Any, wrong_in: tuple[int, ...], reject_first: bool
 ) -> list[list[Tensor]]:
     """One iteration of Megatron's train_step up to the optimizer: losses and gradients of each run."""
-    masks, start = [training.mask() for _ in range(2)], training.generator.get_state()
+    batches = [training.draw() for _ in range(2)]
     runs: list[list[Tensor]] = []
     while state_machine.should_run_forward_backward(None):
         training.zero_grad()
-        training.generator.set_state(start)
         seen: list[Tensor] = []
-        for mask in masks:
-            losses = training.losses(loss_mask=mask)
+        for batch in batches:
+            losses = megatron.losses_of(training.ddp, batch, training.rank)
             seen.append(losses.detach().clone())
-            used = one_token_changed(mask) if len(runs) in wrong_in else mask
+            used = one_token_changed(batch.mask) if len(runs) in wrong_in else batch.mask
             state_machine.validate_result(
                 result=training.backward_of(losses, used),
                 rejection_func=lambda value, rejected=reject_first and not runs: rejected,
@@ -427,7 +374,7 @@ def run_iteration(
             )
         runs.append(seen + training.gradients())
     state_machine.should_checkpoint_and_exit()
-    training.sync()
+    training.ddp.finish_grad_sync()
     return runs
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import importlib.util
 import sys
+import tempfile
 import types
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,46 +16,13 @@ import pytest
 import torch
 
 from tests.support import megatron, rl_utils
-from tests.support.megatron import INSTALLED, NEWEST, Model, build, flag, have_groups, of_core
+from tests.support.megatron import INSTALLED, NEWEST, VOCAB, Model, build, flag, have_groups, of_core
 from tests.support.ranks import Rank, on_ranks
+from tests.support.seams import GPT, LATER, UNKNOWN, Row, Step, off_against_on, step_of
 
 CORES = [of_core(2, NEWEST), of_core(2, INSTALLED)]
-UNKNOWN, LATER = "this package does not know it as Megatron's own", "edited after the model was built"
-
-
-def step(rank: Rank, built: Any) -> dict[str, torch.Tensor]:
-    """The loss of one micro-batch, and every gradient."""
-    built.zero_grad()
-    batch = megatron.draw(rank)
-    losses = megatron.losses_of(built, batch, rank)
-    loss = (losses * batch.mask).sum() / batch.mask.sum()
-    loss.backward()
-    gradients = {name: p.grad.clone() for name, p in built.named_parameters() if p.grad is not None}
-    return {"loss": loss.detach(), **gradients}
-
-
-def run(rank: Rank, on: bool, model: Model | None = None, trust: Any = ()) -> tuple[Any, Any, str]:
-    """What a step leaves of a model, the counters, and what was said."""
-    with flag(strategy="store", num_chunks=3, trust=trust) if on else contextlib.nullcontext() as seen:
-        made = step(rank, build(model or Model(), rank))
-    return made, seen and seen.counts[:2], seen and seen.said
-
-
-def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], bound: float = 0.0) -> None:
-    assert got.keys() == expected.keys() and len(got) > 5
-    for name, value in expected.items():
-        error = (got[name] - value).double().norm()
-        assert error <= bound * value.double().norm(), f"{name}: {error}"
-
-
-def trusted(rank: Rank, said: str) -> Any:
-    """The step once the flag has the digest that rank 0 said; another one does nothing."""
-    digest = [said.split("--fused-ce-trust ")[1].split()[0] if not rank.rank else None]
-    torch.distributed.broadcast_object_list(digest, src=0)
-    assert run(rank, True, trust=["0" * 16])[1] == (0, 0)
-    made, seen, said = run(rank, True, trust=digest)
-    assert seen == (1, 0), said
-    return made
+#: A model whose head stays, for what the log says.
+unknown = functools.partial(Row, fused=0, adopted=False, families=GPT, bound=0.0)
 
 
 # --- a loss in the model's place --------------------------------------------------------------------
@@ -69,72 +36,85 @@ def z_loss(stock: Any) -> Any:
     return own_loss
 
 
-def imported(file: Path, package: str = "") -> types.ModuleType:
-    spec = importlib.util.spec_from_file_location(f"{package}{file.stem}", file)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def edited(stock: Any, folder: Path, line: str, more: str) -> Any:
+def edited(stack: contextlib.ExitStack, line: str, more: str, stock: Any) -> Any:
     """A function of Megatron's, from a copy of its file with more behind a line."""
     module = sys.modules[stock.__module__]
     source = Path(module.__file__).read_text()
     assert source.count(f"        {line}\n") == 1
-    file = folder / f"edited{torch.distributed.get_rank()}.py"
+    folder = stack.enter_context(tempfile.TemporaryDirectory())
+    file = Path(folder, f"edited{torch.distributed.get_rank()}.py")
     file.write_text(source.replace(f"        {line}\n", f"        {line}\n        {more}\n"))
-    found: Any = imported(file, f"{module.__package__}.")
+    found: Any = megatron.imported(file, f"{module.__package__}.{file.stem}")
     for part in stock.__qualname__.split("."):
         found = getattr(found, part)
     return types.FunctionType(found.__code__, vars(module), None, found.__defaults__)
 
 
-@contextlib.contextmanager
-def before_enable(loss: Any = None) -> Iterator[Any]:
-    """Megatron's class as imported, with ``loss(stock)`` in it; patched when the flag is turned on next."""
-    import megatron_fused_ce
+def before_enable(stack: contextlib.ExitStack, loss: Any = lambda stock: stock, early: bool = True) -> None:
+    """Megatron's class as imported, with ``loss(stock)`` in it: patched when the flag is turned on next, or,
+    not ``early``, after that."""
     from megatron_fused_ce.adapter import forms, import_hook
 
-    megatron_fused_ce.enable()
-    megatron_fused_ce.disable()
-    module = sys.modules[forms.LANGUAGE_MODULE]
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("setup_embeddings_and_output_layer", "compute_language_model_loss"):
-            found = vars(module.LanguageModule)[name]
-            patch.setattr(module.LanguageModule, name, getattr(found, "__wrapped__", found))
-        patch.delattr(module, import_hook._MARK)
-        stock = module.LanguageModule.compute_language_model_loss
-        if loss is not None:
-            patch.setattr(module.LanguageModule, "compute_language_model_loss", loss(stock))
-        yield stock
+    with flag():
+        module = sys.modules[forms.LANGUAGE_MODULE]
+    patch = stack.enter_context(pytest.MonkeyPatch.context())
+    for name in ("setup_embeddings_and_output_layer", "compute_language_model_loss"):
+        found = vars(module.LanguageModule)[name]
+        patch.setattr(module.LanguageModule, name, getattr(found, "__wrapped__", found))
+    patch.delattr(module, import_hook._MARK)
+    stock = module.LanguageModule.compute_language_model_loss
+    with contextlib.nullcontext() if early else flag():
+        patch.setattr(module.LanguageModule, "compute_language_model_loss", loss(stock))
+
+
+def a_forks_source(stack: contextlib.ExitStack) -> None:
+    line, more = "loss = loss.transpose(0, 1).contiguous()", "loss = loss * 1.01"
+    before_enable(stack, functools.partial(edited, stack, line, more))
+
+
+def newer_megatron(stack: contextlib.ExitStack) -> None:
+    from megatron_fused_ce.adapter import forms
+
+    stack.enter_context(pytest.MonkeyPatch.context()).delitem(forms.FORMS, (LAYERS, FORWARD))
+
+
+#: What the log says of a loss of the user's own.
+OWN = ("has a loss of its own", "own_loss", "remove it to have", "has no effect on this head")
+LAYERS, FORWARD = "megatron.core.tensor_parallel.layers", "ColumnParallelLinear.forward"
+MODELS = {
+    "a user's loss before enable()": unknown(OWN, before=lambda stack: before_enable(stack, z_loss)),
+    "a user's loss after enable()": unknown(OWN, before=lambda stack: before_enable(stack, z_loss, False)),
+    # The ranks compare what they have when a model is built.
+    "a user's loss on one rank": unknown(
+        ("not the same code on all ranks",),
+        before=lambda stack: before_enable(
+            stack, lambda stock: (lambda *given: stock(*given)) if torch.distributed.get_rank() else stock
+        ),
+    ),
+    "a fork's source": unknown(
+        ("edited0.py), digest ", f"{UNKNOWN}. --fused-ce-trust"), before=a_forks_source
+    ),
+    "a newer Megatron": unknown((f"{LAYERS}.{FORWARD} (", "layers.py), digest "), before=newer_megatron),
+}
 
 
 @on_ranks(*CORES)
-@pytest.mark.parametrize("place", ["before enable()", "after enable()", "a fork's source"])
-def test_a_loss_of_the_users_own(rank: Rank, place, tmp_path):
-    have_groups(rank.size)
-    make: Any = z_loss
-    words = ["has a loss of its own", "own_loss", "remove it to have", "has no effect on this head"]
-    if place == "a fork's source":
-        line, more = "loss = loss.transpose(0, 1).contiguous()", "loss = loss * 1.01"
-        make = functools.partial(edited, folder=tmp_path, line=line, more=more)
-        words = ["edited0.py), digest ", f"{UNKNOWN}. --fused-ce-trust"]
-    early = place in ("before enable()", "a fork's source")
-    with before_enable(make if early else None) as stock, pytest.MonkeyPatch.context() as patch:
-        if place == "after enable()":
-            from megatron_fused_ce.adapter import forms
-
-            with flag():
-                cls = sys.modules[forms.LANGUAGE_MODULE].LanguageModule
-                patch.setattr(cls, "compute_language_model_loss", make(stock))
-        off, _, _ = run(rank, False)
-        on, seen, said = run(rank, True)
-        assert_same(on, off)
-        assert seen == (0, 0)
-        assert rank.rank or all(part in said for part in (*words, "Megatron's own path")), said
-        if place == "a fork's source":
-            fused = trusted(rank, said)
-            assert (fused["loss"] - off["loss"]).abs() > 1e-3, "the edit is gone, as the user said"
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model(rank: Rank, name):
+    """Megatron's own path, which says what to do; done, it is fused, and an edit is gone."""
+    row = MODELS[name]
+    stock, said = off_against_on(row, rank)
+    if name not in ("a fork's source", "a newer Megatron"):
+        return
+    digest = [said.split("--fused-ce-trust ")[1].split()[0] if not rank.rank else None]
+    torch.distributed.broadcast_object_list(digest, src=0)
+    for trust, fused in ((["0" * 16], 0), (digest, 1)):
+        made, seen = step_of(replace(row, trust=lambda trust=trust: trust), rank, True)
+        assert seen.counts == (fused, 0, 0), seen.said
+    if name == "a fork's source":
+        assert (made["loss"] - stock["loss"]).abs() > 1e-3
+    else:
+        megatron.assert_same(made, step_of(Row(), rank, True)[0], 0.0)
 
 
 # --- stand-ins, wherever the loss reads them --------------------------------------------------------
@@ -148,10 +128,20 @@ def doubled(stock: Any) -> Any:
     return twice
 
 
+class Equal(types.ModuleType):
+    """Equal to the module that it stands in for, as those of wrapt."""
+
+    def __eq__(self, other: object) -> bool:
+        return other is torch
+
+    def __hash__(self) -> int:
+        return hash(torch)
+
+
 def of_torch(stock: Any) -> Any:
     """The module with one function replaced."""
-    made = Around(stock)
-    made.log = doubled(stock.log)
+    made: Any = Equal("torch")
+    vars(made).update(vars(stock) | {"log": doubled(stock.log)})
     return made
 
 
@@ -174,25 +164,6 @@ def at_its_place(stock: Any) -> Any:
     text = "\n" * (code.co_firstlineno - 1) + "\n".join(lines)
     exec(compile(text, code.co_filename, "exec"), stock.__globals__, made)  # noqa: S102
     return made["calculate_cross_entropy_loss"]
-
-
-class Around:
-    """A callable that passes on the attributes of what it calls and is equal to it, as those of wrapt."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-    def __eq__(self, other: object) -> bool:
-        return self.inner == other
-
-    def __hash__(self) -> int:
-        return hash(self.inner)
-
-    def __call__(self, *given: Any, **named: Any) -> Any:
-        return doubled(self.inner)(*given, **named)
 
 
 class Summed(torch.autograd.Function):
@@ -227,7 +198,7 @@ LANGUAGE = "megatron.core.models.common.language_module.language_module"
 PARALLEL, NATIVE = "megatron.core.tensor_parallel", "megatron.core.fusions.fused_cross_entropy"
 LOSS, PARTS = f"{PARALLEL}:vocab_parallel_cross_entropy", f"{PARALLEL}.cross_entropy"
 FUNCTION, STEP = f"{PARTS}:_VocabParallelCrossEntropy", f"{PARTS}:VocabParallelCrossEntropy"
-LAYERS, PRODUCT = f"{PARALLEL}.layers", f"{PARALLEL}.layers:linear_with_grad_accumulation_and_async_allreduce"
+PRODUCT = f"{LAYERS}:linear_with_grad_accumulation_and_async_allreduce"
 NATIVES = f"{LANGUAGE}:fused_vocab_parallel_cross_entropy"
 #: Where users put something, what they make of Megatron's, and when it is called: with which loss, number
 #: of ranks (both for 0).
@@ -251,8 +222,8 @@ STAND_INS: dict[str, Any] = {
     "a backward": (f"{FUNCTION}.backward", lambda stock: lambda ctx, grad: stock(ctx, 2 * grad)),
     "defaults": (f"{PARTS}:vocab_parallel_cross_entropy.__defaults__", lambda stock: (0.3, *stock[1:])),
     "an edited step": (
-        f"{STEP}.calculate_cross_entropy_loss", edited,
-        {"line": "loss = torch.log(sum_exp_logits) - predicted_logits", "more": "loss *= 1.5"},
+        f"{STEP}.calculate_cross_entropy_loss",
+        ("loss = torch.log(sum_exp_logits) - predicted_logits", "loss *= 1.5"),
     ),
     "the ranges": (
         f"{PARALLEL}.utils:VocabUtility.vocab_range_from_per_partition_vocab_size",
@@ -273,15 +244,8 @@ STAND_INS: dict[str, Any] = {
 }  # fmt: skip
 
 
-@on_ranks(of_core(1, NEWEST), of_core(2, INSTALLED))
-@pytest.mark.parametrize("name", STAND_INS)
-def test_a_stand_in(rank: Rank, name, tmp_path):
-    """Put in place before the model is built, after it is built, and after a step."""
-    place, make, when = (*STAND_INS[name], {})[:3]
-    kind, edit = when.get("kind", ""), {part: when[part] for part in ("line", "more") if part in when}
-    if when.get("ranks", rank.size) != rank.size:
-        pytest.skip("not called so")
-    have_groups(rank.size)
+def put(place: str, make: Any, stack: contextlib.ExitStack) -> None:
+    """What ``make`` makes of Megatron's, or a line and what is written behind it."""
     module, _, path = place.partition(":")
     owner: Any = importlib.import_module(module)
     *owners, attribute = path.split(".")
@@ -290,69 +254,44 @@ def test_a_stand_in(rank: Rank, name, tmp_path):
     stock = getattr(owner, attribute, None)
     if stock is None:
         pytest.skip("not in this version")
-    made = make(stock, **(edit and {"folder": tmp_path, **edit}))
-    static = isinstance(owner, type) and not issubclass(owner, torch.nn.Module)
+    made = edited(stack, *make, stock) if isinstance(make, tuple) else make(stock)
+    if isinstance(owner, type) and not issubclass(owner, torch.nn.Module):
+        made = staticmethod(made)
+    stack.enter_context(pytest.MonkeyPatch.context()).setattr(owner, attribute, made, raising=False)
+
+
+@on_ranks(of_core(1, NEWEST), of_core(2, INSTALLED))
+@pytest.mark.parametrize("name", STAND_INS)
+def test_a_stand_in(rank: Rank, name):
+    """Put in place before the model is built, after it is built, and after a step."""
+    place, make, when = (*STAND_INS[name], {})[:3]
+    if when.get("ranks", rank.size) != rank.size:
+        pytest.skip("not called so")
+    before, kind = functools.partial(put, place, make), when.get("kind", "")
     fusion = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": kind}
-    model = Model(sequence_parallel=name == "a collective", extra=fusion if kind else {})
-    with pytest.MonkeyPatch.context() as patch:
+    model = {"sequence_parallel": name == "a collective", "extra": fusion if kind else {}}
 
-        def change() -> None:
-            patch.setattr(owner, attribute, staticmethod(made) if static else made, raising=False)
+    def later(step: Step) -> torch.Tensor:
+        for there in (True, False, True):
+            with contextlib.ExitStack() as stack:
+                if there:
+                    before(stack)
+                loss = step.masked(step())
+                if there:
+                    loss.backward()
+        return loss.detach().requires_grad_()
 
-        change()
-        off, _, _ = run(rank, False, model=model)
-        on, seen, early = run(rank, True, model=model)
-        assert seen == (0, 0), early
-        assert_same(on, off)
-        patch.undo()
-        with flag(strategy="store", num_chunks=3) as later:
-            built = build(model, rank)
-            change()
-            assert_same(step(rank, built), off)
-            patch.undo()
-            plain = step(rank, built)
-            assert plain.keys() != off.keys() or any((plain[key] - off[key]).any() for key in off)
-            change()
-            assert_same(step(rank, built), off)
-    assert later.counts == (1, 0, 2), later.said
-    of_call = "calls the output layer in torch's place" if name == "torch's call" else ""
-    assert rank.rank or (of_call or UNKNOWN) in early, early
-    assert rank.rank or (of_call or LATER) in later.said, later.said
+    of_call = name == "torch's call"  # which a model is not asked about when it is built
+    words = "calls the output layer in torch's place" if of_call else ""
+    row = unknown((words or UNKNOWN,), before=before, model=model, stock=int(of_call), adopted=of_call)
+    made, _ = off_against_on(row, rank)
+    plain, _ = step_of(Row(model=model), rank, False)
+    assert plain.keys() != made.keys() or any((plain[key] - made[key]).any() for key in made)
+    row = Row((words or LATER,), use=later, stock=2, model=model, families=GPT, bound=0.0)
+    off_against_on(row, rank)
 
 
 # --- forms that the table has not -------------------------------------------------------------------
-
-
-@on_ranks(*CORES)
-def test_a_newer_megatron(rank: Rank):
-    """Megatron's own path, which says what to do; done, it is fused."""
-    from megatron_fused_ce.adapter import forms
-
-    have_groups(rank.size)
-    place = f"{LAYERS}:ColumnParallelLinear.forward"
-    module, _, name = place.partition(":")
-    off, _, _ = run(rank, False)
-    expected, seen, _ = run(rank, True)
-    assert seen == (1, 0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delitem(forms.FORMS, (module, name))
-        on, seen, said = run(rank, True)
-        assert seen == (0, 0)
-        file = f"{module}.{name} ({sys.modules[module].__file__}), digest "
-        assert rank.rank or file in said, said
-        assert_same(on, off)
-        assert_same(trusted(rank, said), expected)
-
-
-@on_ranks(*CORES)
-def test_ranks_with_different_code_stay(rank: Rank):
-    """A user's loss on one rank alone: the ranks compare what they have when a model is built."""
-    have_groups(rank.size)
-    own = (lambda stock: lambda *given: stock(*given)) if rank.rank else None
-    with before_enable(own):
-        _, seen, said = run(rank, True)
-    assert seen == (0, 0)
-    assert rank.rank or "not the same code on all ranks" in said
 
 
 #: As Transformer Engine defines it.
@@ -376,46 +315,44 @@ def parallel_cross_entropy(*given):
 """
 
 
-def other_backward(ctx: Any, grad: torch.Tensor) -> Any:
-    return (grad[..., None].expand(*grad.shape, megatron.VOCAB), *[None] * 6)
-
-
-@on_ranks(of_core(1, NEWEST))
-@pytest.mark.parametrize("name", ["a function", "another's apply", "an edited step"])
-def test_the_loss_of_transformer_engine(rank: Rank, name, tmp_path):
-    """Megatron's wrapper calls what transformer_engine.pytorch.cross_entropy defines, or the head stays."""
+def transformer_engines(name: str, stack: contextlib.ExitStack) -> None:
     from megatron.core.extensions import transformer_engine as extension
 
-    have_groups(rank.size)
-    file = tmp_path / "cross_entropy.py"
+    file = Path(stack.enter_context(tempfile.TemporaryDirectory()), "cross_entropy.py")
     file.write_text(TE_LOSS)
-    te = imported(file, "transformer_engine.pytorch.")
+    te = megatron.imported(file, "transformer_engine.pytorch.cross_entropy")
     text = Path(extension.__file__).read_text()
     wrapper = next(
         part for part in compile(text, extension.__file__, "exec", dont_inherit=True).co_consts
         if getattr(part, "co_name", "") == "te_parallel_cross_entropy"
     )  # fmt: skip
     loss = {"another's apply": Summed.apply, "a function": te.parallel_cross_entropy}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, te.__name__, te)
-        patch.setattr(extension, "_TE_SUPPORTS_CG_CAPTURABLE", True, raising=False)
-        given = loss.get(name, te.CrossEntropyFunction.apply)
-        patch.setattr(extension, "parallel_cross_entropy", given, raising=False)
-        made = types.FunctionType(wrapper, vars(extension), argdefs=(False,))
-        patch.setattr(sys.modules[LANGUAGE], "te_parallel_cross_entropy", made)
-        if name == "an edited step":
-            patch.setattr(te.CrossEntropyFunction, "backward", staticmethod(other_backward))
-        model = Model(extra={"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"})
-        off, _, _ = run(rank, False, model=model)
-        on, seen, said = run(rank, True, model=model)
-    is_te = name == "a function"
-    assert seen == (is_te, 0), said
-    assert is_te or "transformer_engine.parallel_cross_entropy is" in said, said
-    assert_same(on, off, megatron.GRADIENT_BOUND if is_te else 0.0)
+    patch = stack.enter_context(pytest.MonkeyPatch.context())
+    patch.setitem(sys.modules, te.__name__, te)
+    patch.setattr(extension, "_TE_SUPPORTS_CG_CAPTURABLE", True, raising=False)
+    given = loss.get(name, te.CrossEntropyFunction.apply)
+    patch.setattr(extension, "parallel_cross_entropy", given, raising=False)
+    made = types.FunctionType(wrapper, vars(extension), argdefs=(False,))
+    patch.setattr(sys.modules[LANGUAGE], "te_parallel_cross_entropy", made)
+    if name == "an edited step":
+        backward = lambda ctx, grad: (grad[..., None].expand(*grad.shape, VOCAB), *[None] * 6)  # noqa: E731
+        patch.setattr(te.CrossEntropyFunction, "backward", staticmethod(backward))
 
 
-def warmer(logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    return (logits / 2.0).log_softmax(-1).gather(-1, index[..., None])[..., 0]
+@on_ranks(of_core(1, NEWEST))
+@pytest.mark.parametrize("name", ["a function", "another's apply", "an edited step"])
+def test_the_loss_of_transformer_engine(rank: Rank, name):
+    """Megatron's wrapper calls what transformer_engine.pytorch.cross_entropy defines, or the head stays."""
+    fusion = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}
+    given = {
+        "before": functools.partial(transformer_engines, name),
+        "model": {"extra": fusion},
+        "families": GPT,
+    }
+    row = Row(**given) if name == "a function" else unknown(
+        ("transformer_engine.parallel_cross_entropy is",), **given
+    )  # fmt: skip
+    off_against_on(row, rank)
 
 
 @on_ranks(*CORES)
@@ -424,25 +361,24 @@ def test_a_log_softmax_that_is_not_known(rank: Rank, place):
     """``selective_log_softmax`` of train_rl.py: it gets real logits."""
     have_groups(rank.size)
     tokens, positions, _ = rl_utils.tokens_of(rank)
-    own = {} if place == "a form that is not known" else {"selective_log_softmax": warmer}
-    before = own if place == "before enable()" else {}
+    stock = rl_utils.selective_log_softmax
 
-    def made(patch: pytest.MonkeyPatch, own: dict[str, Any], early: bool = False) -> torch.Tensor:
-        model = build(Model(), rank)
-        if early:
-            rl_utils.get_logprobs(model, tokens, positions)
-        for name, function in own.items():
-            patch.setattr(rl_utils, name, function)
-        return rl_utils.get_logprobs(model, tokens, positions)
+    def warmer(logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        return stock(logits / 2.0, index)
 
+    own = place != "a form that is not known"
+    before = {"selective_log_softmax": warmer} if place == "before enable()" else {}
     with pytest.MonkeyPatch.context() as patch:
-        off = made(patch, own)
-    with (
-        flag() as seen,
-        rl_utils.patched_caller(is_known=place != "a form that is not known", **before),
-        pytest.MonkeyPatch.context() as patch,
-    ):
-        on = made(patch, {} if before else own, place == "later")
+        if own:
+            patch.setattr(rl_utils, "selective_log_softmax", warmer)
+        off = rl_utils.get_logprobs(build(Model(), rank), tokens, positions)
+    patched = rl_utils.patched_caller(is_known=own, **before)
+    with flag() as seen, patched, pytest.MonkeyPatch.context() as patch:
+        model = build(Model(), rank)
+        if place == "later":
+            rl_utils.get_logprobs(model, tokens, positions)
+            patch.setattr(rl_utils, "selective_log_softmax", warmer)
+        on = rl_utils.get_logprobs(model, tokens, positions)
     assert seen.counts == (place == "later", 0, 1)
     assert torch.equal(on, off)
     words = "warmer" if own else "--fused-ce-trust"

@@ -83,12 +83,15 @@ def by_processor(seen: Seen) -> None:
     training.zero_grad()
     temperature, active = seen.numbers[0] + 0.5, seen.numbers[1] < 0.7
     upstream, labels = seen.upstream.masked_fill(~active, 0.0), seen.ids.roll(-1, 1)
+    if seen.row.num_labels:
+        labels = torch.stack([seen.ids.roll(-1 - k, 1) for k in range(seen.row.num_labels)], -1)
+        upstream = upstream.unsqueeze(-1)
     if seen.on:
         config = None if seen.row.flag else FusedCEConfig(**seen.row.options)
         context = {"temperature": temperature, "entropy": seen.row.entropy, "config": config}
+        context["active_mask"] = active
         given = {"output_processor": output_processor, "labels": labels}
         with patch.object(head_tokens, "ROUND_TO", 1):
-            context["active_mask"] = active
             made = training.ddp(seen.ids, *seen.where, output_processor_context=context, **given)
     else:
         logits = training.ddp(seen.ids, *seen.where, labels=None)
@@ -96,8 +99,9 @@ def by_processor(seen: Seen) -> None:
         log_p = z.log_softmax(-1)
         entropy = -(log_p.exp() * log_p).sum(-1)
         entropy = entropy if seen.row.entropy == "differentiable" else entropy.detach()
-        made = log_p.gather(-1, labels[..., None])[..., 0], entropy
-        made = tuple(x.masked_fill(~active, 0.0) for x in made)
+        log_prob = log_p.gather(-1, labels.view(BATCH, SEQUENCE, -1))
+        log_prob = log_prob.masked_fill(~active.unsqueeze(-1), 0.0).view(labels.shape)
+        made = log_prob, entropy.masked_fill(~active, 0.0)
     seen.made.append(tuple(made))
     seen.total(made, upstream).backward()
     training.ddp.finish_grad_sync()
@@ -195,6 +199,7 @@ class Row:
     entropy: str = "none"
     flag: bool = True  # else the processor alone
     real: bool = False  # the caller takes real logits all the same
+    num_labels: int = 0  # of a token; 0 for ``[b, s]``
 
     @property
     def options(self) -> dict[str, Any]:
@@ -212,6 +217,9 @@ ROWS = {
     "processor tied sp": Row(by_processor, Model(tied=True, **SP), (1, 0, 0), **DETACHED, flag=False),
     "processor mup fused wgrad": Row(
         by_processor, Model(mup=True, fused_wgrad=True), (1, 0, 0), **DIFFERENTIABLE
+    ),
+    "processor fused wgrad sp, two labels": Row(
+        by_processor, Model(fused_wgrad=True, **SP), (1, 0, 0), **DETACHED, num_labels=2
     ),
     "processor bf16 sp": Row(by_processor, Model(**HALF_SP), (1, 0, 0), **DETACHED),
     "at once": Row(AT_ONCE),
@@ -255,7 +263,9 @@ def test_off_against_on(rank: Rank, name):
                 assert mine.requires_grad == theirs.requires_grad
                 assert_same(mine, theirs, half)
     assert on.made[-1][0].requires_grad != of_rl, "the last pass of get_logprobs has no gradient"
-    megatron.assert_same_gradients(on.gradients, off.gradients, half)
+    megatron.assert_same(
+        on.gradients, off.gradients, megatron.HALF_BOUND if half else megatron.GRADIENT_BOUND
+    )
     if model.mtp or row.real:
         return
     # Neither all tokens' logits nor the whole vocabulary's of any: some of six chunks (entropy: a third one).
@@ -278,34 +288,6 @@ def largest(calls: list[Collective]) -> int:
 # --- output_processor ------------------------------------------------------------------------------
 
 
-@on_ranks(*CORES)
-def test_several_labels_a_token(rank: Rank):
-    """`[b, s, K]` as the model's labels: values and main_grad of as many calls with one each."""
-    from megatron_fused_ce import output_processor
-
-    have_groups(rank.size)
-    built = build(Model(fused_wgrad=True, sequence_parallel=True), rank)
-    training = megatron.Training(rank, built)
-    generator = torch.Generator().manual_seed(3)
-    ids = torch.randint(0, VOCAB, (BATCH, SEQUENCE), generator=generator).to(rank.device)
-    upstream = torch.randn(BATCH, SEQUENCE, 2, generator=generator).to(rank.device)
-    labels = torch.stack((ids.roll(-1, 1), ids.roll(-2, 1)), -1)
-    results = []
-    for together in (True, False):
-        training.zero_grad()
-        made = []
-        for given in [labels] if together else labels.unbind(-1):
-            log_prob, *_ = training.ddp(
-                ids, *megatron.positions_and_mask(rank), labels=given, output_processor=output_processor
-            )
-            made.append(log_prob.view(BATCH, SEQUENCE, -1))
-        (torch.cat(made, -1) * upstream).sum().backward()
-        training.ddp.finish_grad_sync()
-        results.append({name: parameter.main_grad.clone() for name, parameter in built.named_parameters()})
-        results[-1]["the log-probabilities"] = torch.cat(made, -1).detach()
-    megatron.assert_same_gradients(*results)
-
-
 @on_ranks(CORES[0])
 def test_multi_token_prediction_beside_it(rank: Rank):
     """Its loss goes the model's way, into the same main_grad: as a loss of minus the log-probability."""
@@ -318,14 +300,14 @@ def test_multi_token_prediction_beside_it(rank: Rank):
         made = megatron.losses_of(training.ddp, megatron.draw(rank), rank, **processor)
         (-made[0] if processor else made).mean().backward()
         training.ddp.finish_grad_sync()
-        return {name: parameter.main_grad for name, parameter in built.named_parameters()}
+        return megatron.main_grads(built)
 
     have_groups(rank.size)
     right = gradients()
     for turn in (contextlib.nullcontext(), flag()):
         with turn:
             got = gradients(output_processor=megatron_fused_ce.output_processor)
-        megatron.assert_same_gradients(got, right)
+        megatron.assert_same(got, right)
 
 
 @on_ranks(of_core(1, NEWEST))
@@ -337,9 +319,9 @@ def test_the_weight_is_read_inside_the_layers_call(rank: Rank, on):
     have_groups(1)
     with flag() if on else contextlib.nullcontext():
         built = build(Model(), rank)
-    ids = torch.zeros(BATCH, SEQUENCE, dtype=torch.int64, device=rank.device)
-    given = {"labels": ids, "output_processor": megatron_fused_ce.output_processor}
-    call = functools.partial(built, ids, *megatron.positions_and_mask(rank), **given)
+    call = functools.partial(
+        megatron.forward, built, rank, True, output_processor=megatron_fused_ce.output_processor
+    )
     right = call()
     weight, layer = built.output_layer.weight, built.output_layer
     gathered, before = weight.detach().clone(), dict(vars(layer))
@@ -375,48 +357,44 @@ def test_a_head_that_may_do_more_is_refused(rank: Rank, what):
     built = build(Model(), rank)
     change, words = REFUSED[what]
     change(built.output_layer)
-    ids = torch.zeros(BATCH, SEQUENCE, dtype=torch.int64, device=rank.device)
-    processor = {"output_processor": megatron_fused_ce.output_processor}
     with pytest.raises(ValueError, match=f"output_processor cannot serve this head: .*({words})"):
-        built(ids, *megatron.positions_and_mask(rank), labels=ids, **processor)
+        megatron.forward(built, rank, True, output_processor=megatron_fused_ce.output_processor)
 
 
 @on_ranks(of_core(1, megatron.INSTALLED))
 def test_what_it_is_given_is_checked(rank: Rank):
-    import megatron_fused_ce
+    from megatron_fused_ce import output_processor
 
     have_groups(1)
     megatron.needs_core(0, 16)
-    layer = build(Model(), rank).output_layer
-    given = {"hidden_states": torch.ones(4, 1, megatron.HIDDEN), "output_layer": layer, "output_weight": None}
-    given |= {"labels": torch.zeros(1, 4, dtype=torch.int64)}
-    given = {name: x.to(rank.device) if isinstance(x, torch.Tensor) else x for name, x in given.items()}
-    with pytest.raises(TypeError, match="output_processor_context has chunk; expected some of temperature"):
-        megatron_fused_ce.output_processor(**given, context={"chunk": 4})
+    layer = build(Model(dtype=torch.bfloat16), rank).output_layer
+    layer.output_dtype = torch.float32
+    hidden = 9 * torch.randn(4, 1, megatron.HIDDEN, generator=torch.Generator().manual_seed(3))
+    hidden = hidden.to(rank.device, torch.bfloat16)
+    given = {"hidden_states": hidden, "output_layer": layer, "output_weight": None}
+    given["labels"] = torch.zeros(1, 4, dtype=torch.int64, device=rank.device)
+    contradicts = FusedCEConfig(logit_precision="activations")
+    for context, words in (
+        ({"chunk": 4}, "output_processor_context has chunk; expected some of temperature"),
+        ({"config": contradicts}, "logit_precision. contradict each other"),
+        ({"active_mask": "loss_mask"}, "'loss_mask' and the model's call had no loss_mask"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=words):
+            output_processor(**given, context=context)
     with pytest.raises(ValueError, match="expected a product with one number"):
-        megatron_fused_ce.output_processor(**given, scale_logits=torch.tanh)
-    made = megatron_fused_ce.output_processor(**given, scale_logits=lambda logits: logits * 0.5)
-    expected = (0.5 * given["hidden_states"] @ layer.weight.T).log_softmax(-1)[..., 0].T
-    torch.testing.assert_close(made.log_prob, expected)
-    layer = given["output_layer"] = build(Model(dtype=torch.bfloat16), rank).output_layer
-    hidden = torch.randn(4, 1, megatron.HIDDEN, generator=torch.Generator().manual_seed(3))
-    given["hidden_states"], layer.output_dtype = (9 * hidden).to(rank.device, torch.bfloat16), torch.float32
-    made = megatron_fused_ce.output_processor(**given).log_prob
-    expected = (given["hidden_states"].double() @ layer.weight.double().T).log_softmax(-1)[..., 0].T
-    assert (made - expected).abs().max() < 2e-6, "fp32 logits of bf16 hidden states are not rounded"
+        output_processor(**given, scale_logits=torch.tanh)
+    logits = hidden.double() @ layer.weight.double().T
+    for scale in (1.0, 0.5):
+        made = output_processor(**given, scale_logits=lambda logits, by=scale: logits * by).log_prob
+        expected = (scale * logits).log_softmax(-1)[..., 0].T
+        assert (made - expected).abs().max() < 2e-6, "fp32 logits of bf16 hidden states are not rounded"
+    mask = torch.tensor([[0.0, 2.0, 0.0, 1.0]], device=rank.device)
+    for context in ({}, {"active_mask": "loss_mask"}):
+        made = output_processor(**given, loss_mask=mask, context=context)
+        assert torch.equal(made.log_prob != 0, mask != 0) == ("active_mask" in context)
     layer.output_dtype = torch.float16
     with pytest.raises(ValueError, match=r"asks for .*float16 logits"):
-        megatron_fused_ce.output_processor(**given)
-    layer.output_dtype = torch.float32
-    with pytest.raises(ValueError, match=r"logit_precision. contradict each other"):
-        activations = {"config": FusedCEConfig(logit_precision="activations")}
-        megatron_fused_ce.output_processor(**given, context=activations)
-    mask = torch.tensor([[0.0, 2.0, 0.0, 1.0]], device=rank.device)
-    with pytest.raises(ValueError, match="'loss_mask' and the model's call had no loss_mask"):
-        megatron_fused_ce.output_processor(**given, context={"active_mask": "loss_mask"})
-    for context in ({}, {"active_mask": "loss_mask"}):
-        made = megatron_fused_ce.output_processor(**given, loss_mask=mask, context=context)
-        assert torch.equal(made.log_prob != 0, mask != 0) == ("active_mask" in context)
+        output_processor(**given)
 
 
 # --- get_logprobs ----------------------------------------------------------------------------------
@@ -444,25 +422,6 @@ def test_gathered_logits_of_a_shard(rank: Rank):
     assert logits.shape == expected.shape
 
 
-@on_ranks(of_core(2, megatron.INSTALLED))
-def test_float16_module_upcasts(rank: Rank):
-    """Where its caller does not ask for the model's own dtype: fp32 log-probabilities of bf16 logits."""
-    from megatron_fused_ce.adapter import caller, deferred_logits
-
-    have_groups(rank.size)
-    model = Model(dtype=torch.bfloat16)
-    tokens, positions, _ = tokens_of(rank)
-    found = []
-    for turn in (contextlib.nullcontext(), flag(logit_precision="activations")):
-        with turn, caller.returned_to_caller(), patched_caller():
-            built = megatron.as_called(model, build(model, rank))
-            logits = built(tokens, positions, None, runtime_gather_output=True)
-            found.append(rl_utils.selective_log_softmax(logits[:, :-1], tokens[:, 1:]))
-    assert isinstance(logits, deferred_logits.DeferredLogits)
-    assert found[0].dtype == torch.float32
-    assert_same(found[1], found[0])
-
-
 @on_ranks(of_core(2, NEWEST))
 def test_a_part_of_the_context(rank: Rank):
     """As main's get_logprobs under context parallelism: every position of a part, with labels of its own.
@@ -482,11 +441,12 @@ def test_a_part_of_the_context(rank: Rank):
         with turn as seen, patched_caller(get_logprobs=part_of):
             built = build(Model(), rank)
             log_probs = rl_utils.get_logprobs(built, tokens, positions)
-            log_probs.backward(upstream[:, :half])
-        found.append((log_probs.detach(), {name: p.grad for name, p in built.named_parameters()}))
+            made = megatron.results_of(built, (log_probs * upstream[:, :half]).sum())
+        found.append(made | {"loss": log_probs.detach()})
     assert seen.counts == (1, 0, 0)
-    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-6, atol=1e-6)
-    megatron.assert_same_gradients(found[1][1], found[0][1])
+    megatron.assert_same(
+        found[1], found[0], lambda name: megatron.LOSS_BOUND if name == "loss" else megatron.GRADIENT_BOUND
+    )
 
 
 @on_ranks(*megatron.both_cores(4))
@@ -516,7 +476,7 @@ def test_a_pipeline_in_bf16(rank: Rank):
         group = parallel_state.get_pipeline_model_parallel_group()
         torch.distributed.broadcast(received, src=last, group=group)
         run(stage.train(), no_grad=False)
-        return received, {name: parameter.main_grad for name, parameter in stage.module.named_parameters()}
+        return received, megatron.main_grads(stage.module)
 
     off = seen()
     with patched_caller(), flag(strategy="recompute", num_chunks=3, logit_precision="activations") as counted:
@@ -524,7 +484,7 @@ def test_a_pipeline_in_bf16(rank: Rank):
     is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
     assert counted.counts == (2 * is_last, 0, 0)
     assert_same(on[0], off[0])
-    megatron.assert_same_gradients(on[1], off[1], in_half=True)
+    megatron.assert_same(on[1], off[1], megatron.HALF_BOUND)
 
 
 # --- deferred logits -------------------------------------------------------------------------------
@@ -559,8 +519,7 @@ def test_a_rank_without_response_tokens(rank: Rank, how):
             with gemm_flops() as flops:
                 loss.backward(torch.full_like(loss, torch.nan) if how == "nan upstream" else None)
         ddp.finish_grad_sync()
-        gradients = {name: parameter.main_grad for name, parameter in ddp.module.named_parameters()}
-        return loss.detach(), gradients, held.peak_bytes, flops.get_total_flops()
+        return loss.detach(), megatron.main_grads(ddp.module), held.peak_bytes, flops.get_total_flops()
 
     off = seen()
     with flag(deferred_logits=True, strategy="store", num_chunks=6) as counted:
@@ -582,14 +541,12 @@ def test_a_rank_without_response_tokens(rank: Rank, how):
 def test_weights_that_were_changed_before_their_log_probs(rank: Rank):
     """Logits were computed at the call; the fused head computes only now, and would take the new ones."""
     have_groups(rank.size)
-    ids = torch.zeros(1, SEQUENCE, dtype=torch.int64, device=rank.device)
-    positions, causal = megatron.positions_and_mask(rank)
     with flag(deferred_logits=True), torch.no_grad():
         model = build(Model(), rank)
-        logits = model(ids, positions[:1], causal, labels=None)
+        logits = megatron.forward(model, rank, labels=False)
         model.output_layer.weight.mul_(1.5)
         with pytest.raises(RuntimeError, match="changed in place between its call"):
-            at_once(logits.float(), ids[0], "none", False)
+            at_once(logits[:1].float(), torch.zeros(SEQUENCE).long().to(rank.device), "none", False)
 
 
 @on_ranks(of_core(1, NEWEST))
@@ -603,8 +560,6 @@ def test_an_upcast_imported_by_name_before_takes_deferred_logits(rank: Rank):
     with patch.dict(sys.modules, of_name), flag(deferred_logits=True):
         rl_logprobs.patch_upcast(theirs)
         have_groups(1)
-        model = build(Model(dtype=torch.bfloat16), rank)
-        ids = torch.zeros(BATCH, SEQUENCE, dtype=torch.int64, device=rank.device)
-        logits = model(ids, *megatron.positions_and_mask(rank), labels=None)
+        logits = megatron.forward(build(Model(dtype=torch.bfloat16), rank), rank, labels=False)
         assert early.float16_to_fp32(logits).dtype == torch.float32
         assert not logits.is_real

@@ -81,9 +81,16 @@ def lose(rank: Rank, ended: str, how, phase, strategy, sp):
     return str(raised.value), seconds, what_is_left(step, earlier, right)
 
 
-def survives(tmp_path: Path, how, *case) -> None:
+#: Rows in which all pairs meet; those of `make test` come first.
+ROWS = generate({"how": tuple(WORDS), "phase": PHASES, "strategy": STRATEGIES, "sp": (False, True)})
+CASES = [("killed", "backward", strategy, True) for strategy in STRATEGIES]
+CASES += [pytest.param(*row.values(), marks=pytest.mark.rest) for row in ROWS]
+
+
+@pytest.mark.parametrize(("how", "phase", "strategy", "sp"), CASES)
+def test_a_rank_that_is_lost(tmp_path, how, phase, strategy, sp):
     with RankProcesses(2) as world:
-        given = str(tmp_path / "ended"), how, *case
+        given = str(tmp_path / "ended"), how, phase, strategy, sp
         survivor, lost = world.outcomes(lose, *given, grace_s=TIMEOUT_S + MARGIN_S)
     assert survivor.kind == "returned", survivor.value
     assert lost.kind == ("died" if how == "killed" else "returned"), lost.value
@@ -91,18 +98,3 @@ def survives(tmp_path: Path, how, *case) -> None:
     assert any(words in error for words in WORDS[how]), error
     assert left in ("untouched", "nan")
     assert (how == "stays") * TIMEOUT_S / 2 < seconds + 1e-9 < TIMEOUT_S + MARGIN_S
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_rank_that_is_killed(tmp_path, strategy):
-    survives(tmp_path, "killed", "backward", strategy, True)
-
-
-#: Rows in which all pairs meet.
-ROWS = generate({"how": tuple(WORDS), "phase": PHASES, "strategy": STRATEGIES, "sp": (False, True)})
-
-
-@pytest.mark.rest
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(map(str, row.values())))
-def test_a_rank_that_is_lost(tmp_path, row):
-    survives(tmp_path, *row.values())

@@ -6,7 +6,6 @@ hook in the backward launches its gradients' all-reduce, as Megatron's overlaps 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -29,35 +28,18 @@ LONGEST_DELAY_S = 3e-3
 NUM_DISTURBED_STEPS = 3
 
 
-@dataclass(frozen=True)
-class Setup:
-    """How the head is called, and what data may tempt a rank to skip something."""
-
-    strategy: str
-    sp: bool
-    merge: str = "packed"
-    backend: str = "gemm_rows"
-    kind: str = "plain"
-
-    def __str__(self) -> str:
-        return f"{self.strategy}, {'sp, ' * self.sp}{self.merge}, {self.backend}"
-
-
-#: Without sequence parallelism the statistics are all-reduced, with it they are packed; of four ranks the
-#: other way round.
-SETUPS = [Setup(name, sp, "packed" if sp else "all_reduce") for name in STRATEGIES for sp in (False, True)]
-OF_FOUR = [
-    Setup("grad_in_forward", False),
-    *(Setup(n, True, "all_reduce") for n in ("grad_in_forward", "mixed")),
-]
+#: Data that may tempt a rank to skip something.
 KINDS = (
     *("labels on one shard", "labels out of range", "weights of zero"),
     *("NaN on one shard", "NaN in one rank's tokens"),
 )
 
 
-def train_step(rank: Rank, beside: dist.ProcessGroup, setup: Setup) -> list[torch.Tensor]:
-    """Loss and both parameters' gradients, reduced over the second communicator."""
+def train_step(
+    rank: Rank, beside: dist.ProcessGroup, strategy: str, sp: bool, kind: str = "plain"
+) -> list[torch.Tensor]:
+    """Loss and both parameters' gradients, reduced over the second communicator. Without sequence parallelism
+    the statistics are all-reduced, with it they are packed."""
     generator = torch.Generator().manual_seed(100)
     source = torch.randn(SEQUENCE, BATCH, HIDDEN, generator=generator)
     weight = torch.randn(VOCAB, HIDDEN, generator=generator) / HIDDEN**0.5
@@ -65,22 +47,20 @@ def train_step(rank: Rank, beside: dist.ProcessGroup, setup: Setup) -> list[torc
     labels = torch.randint(0, VOCAB, (BATCH, SEQUENCE), generator=generator)
     token_weights = (torch.rand(BATCH, SEQUENCE, generator=generator) + 0.5).to(rank.device)
     rows = VOCAB // rank.size
-    if setup.kind == "labels on one shard":
+    if kind == "labels on one shard":
         labels = labels % rows + VOCAB - rows
-    elif setup.kind == "labels out of range":
+    elif kind == "labels out of range":
         labels = torch.where(labels % 2 == 0, -100, VOCAB + labels)
-    elif setup.kind == "weights of zero":
+    elif kind == "weights of zero":
         token_weights.zero_()
-    elif setup.kind == "NaN on one shard":
+    elif kind == "NaN on one shard":
         weight[VOCAB - 1] = float("nan")
-    elif setup.kind == "NaN in one rank's tokens":
+    elif kind == "NaN in one rank's tokens":
         source[SEQUENCE - 1] = float("nan")
-    # The scaled-exp GEMM runs in bf16 on GPUs and in fp32 by Triton's interpreter.
-    interpreted = rank.device.type == "cpu" and setup.backend == "scaled_exp"
-    dtype = torch.float32 if interpreted else torch.bfloat16
+    dtype = torch.bfloat16
     layer = layer.to(rank.device, dtype).requires_grad_()
     weight = weight.chunk(rank.size)[rank.rank].to(rank.device, dtype).requires_grad_()
-    source = source[tokens_of(rank, SEQUENCE, setup.sp)].to(rank.device, dtype)
+    source = source[tokens_of(rank, SEQUENCE, sp)].to(rank.device, dtype)
     pending = []
 
     def reduce(parameter: torch.Tensor) -> None:
@@ -90,17 +70,20 @@ def train_step(rank: Rank, beside: dist.ProcessGroup, setup: Setup) -> list[torc
     weight.register_post_accumulate_grad_hook(reduce)
     layer.register_post_accumulate_grad_hook(reduce)
     gathered = torch.ones(HIDDEN, device=rank.device)
-    with strategy_in_place(setup.strategy, NUM_CHUNKS // 2) as strategy:
+    with strategy_in_place(strategy, NUM_CHUNKS // 2) as strategy:
         under_way = dist.all_reduce(gathered, group=beside, async_op=True)
         loss = fused_linear_cross_entropy(
             source @ layer,
             weight,
             labels.to(rank.device),
             tp_group=rank.group,
-            sequence_parallel=setup.sp,
+            sequence_parallel=sp,
             token_weights=token_weights if strategy == "grad_in_forward" else None,
             config=FusedCEConfig(
-                strategy, num_chunks=NUM_CHUNKS, logits_backend=setup.backend, merge=setup.merge
+                strategy,
+                num_chunks=NUM_CHUNKS,
+                logits_backend="gemm_rows",
+                merge="packed" if sp else "all_reduce",
             ),
         )
         under_way.wait()
@@ -112,27 +95,30 @@ def train_step(rank: Rank, beside: dist.ProcessGroup, setup: Setup) -> list[torc
     return [loss.detach(), weight.grad, layer.grad, gathered]
 
 
-def same_order(rank: Rank, setup: Setup) -> None:
-    # A step of several ranks takes Triton's interpreter seconds.
-    interpreted = setup.backend == "scaled_exp" and rank.device.type == "cpu"
+@on_ranks(2)
+@pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_same_order(rank: Rank, strategy, sp):
+    """One sequence of (group, collective, shapes, dtype, operation) for all ranks, all data and all timings:
+    random sleeps before every collective, other ones on each rank, leave the same bits."""
     issued: dict[str, list[Collective]] = {}
     with fresh_group(rank) as beside:
 
-        def step(name: str, setup: Setup = setup, before: Any = None) -> list[torch.Tensor]:
-            with Collectives({rank.group: "tp", beside: "dp"}, before=before) as seen:
-                made = train_step(rank, beside, setup)
+        def step(name: str, *before: Any, kind: str = "plain") -> list[torch.Tensor]:
+            with Collectives({rank.group: "tp", beside: "dp"}, *before) as seen:
+                made = train_step(rank, beside, strategy, sp, kind)
             issued[name] = seen.calls
             return made
 
         step("plain")  # a group's first call compares shapes besides
         expected = step("plain")
         assert all(torch.isfinite(tensor).all() for tensor in expected)
-        for repeat in range(1 if interpreted else NUM_DISTURBED_STEPS):
+        for repeat in range(NUM_DISTURBED_STEPS):
             delays = RandomDelays(1000 * repeat + rank.rank, longest_s=LONGEST_DELAY_S, device=rank.device)
-            got = step(f"disturbed {repeat}", before=delays)
+            got = step(f"disturbed {repeat}", delays)
             assert all(map(torch.equal, got, expected)), f"bits differ in repeat {repeat}"
-        for kind in () if interpreted else KINDS:
-            step(kind, replace(setup, kind=kind))
+        for kind in KINDS:
+            step(kind, kind=kind)
     by_rank: list[Any] = [None] * rank.size
     dist.all_gather_object(by_rank, issued)
     for name, calls in issued.items():
@@ -140,24 +126,6 @@ def same_order(rank: Rank, setup: Setup) -> None:
         difference = difference or first_difference([calls, issued["plain"]])
         assert not difference, f"{name}: {difference}"
     assert [call.name for call in issued["plain"] if call.group == "dp"] == ["all_reduce"] * 3
-
-
-@on_ranks(2)
-@pytest.mark.parametrize(
-    "setup",
-    [*SETUPS, pytest.param(Setup("mixed", True, backend="scaled_exp"), marks=pytest.mark.rest)],
-    ids=str,
-)
-def test_same_order(rank: Rank, setup):
-    """One sequence of (group, collective, shapes, dtype, operation) for all ranks, all data and all timings:
-    random sleeps before every collective, other ones on each rank, leave the same bits."""
-    same_order(rank, setup)
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("setup", OF_FOUR, ids=str)
-def test_same_order_of_four(rank: Rank, setup):
-    same_order(rank, setup)
 
 
 # --- which collectives ---------------------------------------------------------------------------

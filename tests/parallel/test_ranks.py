@@ -12,8 +12,9 @@ import torch.distributed as dist
 from tests.support.ranks import Rank, RankFailure, RankProcesses, Ranks, run_on_ranks
 
 
-def its_number(rank: Rank, added: int) -> int:
-    return rank.rank + added
+def its_process(rank: Rank) -> int:
+    dist.barrier()
+    return os.getpid()
 
 
 def goes_wrong(rank: Rank, how: str):
@@ -46,7 +47,7 @@ def test_a_failing_rank(how, words):
     for word in words:
         assert word in str(raised.value)
     assert time.monotonic() - began < 30
-    assert run_on_ranks(Ranks(2), its_number, 5) == [5, 6]
+    assert len(set(run_on_ranks(Ranks(2), its_process))) == 2
 
 
 def test_a_world_lives_on_and_heals():
@@ -60,8 +61,3 @@ def test_a_world_lives_on_and_heals():
     for process in first:
         with pytest.raises(ProcessLookupError):
             os.kill(process, 0)
-
-
-def its_process(rank: Rank) -> int:
-    dist.barrier()
-    return os.getpid()

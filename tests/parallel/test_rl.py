@@ -11,13 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy
+from megatron_fused_ce import FusedCEConfig
 from megatron_fused_ce.head import tokens
 from megatron_fused_ce.rl import token_log_probs
 from megatron_fused_ce.scripts.lib.reference import FLOOR, make_inputs, plain_several, relative_error
 from tests.support.head import (
     SIZES,
-    fresh_group,
     same_on_all_ranks,
     scaled_exp_dtype,
     shard_of,
@@ -159,71 +158,3 @@ def test_against_fp64(rank: Rank, name):
             outside[tuple((~active).nonzero()[0])] = 1e-20
         with pytest.raises(RuntimeError, match=r"^1 tokens were left out .outside active_mask"):
             forward().entropy.backward(outside)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
-@pytest.mark.parametrize("what", ["active_mask", "several labels", "token_weights"])
-def test_masks_that_differ(rank: Rank, what, sp):
-    """As many tokens on each rank, but others: their statistics would be merged. In every call."""
-    inputs = make_inputs("plain", **SIZES, dtype=torch.float32, device=rank.device)
-    hidden, weight, settings = shard_of(rank, inputs, sp)
-    active = some_tokens("a third", inputs.labels)
-    labels = inputs.labels.unsqueeze(-1) if what == "several labels" else inputs.labels
-
-    def call(mask):
-        if what == "token_weights":
-            given = {"token_weights": mask.float(), "config": FusedCEConfig(skip_masked=True), **settings}
-            fused_linear_cross_entropy(hidden, weight, labels, **given)
-        else:
-            token_log_probs(hidden, weight, labels, active_mask=mask, **settings)
-
-    call(active)
-    of_rank = active.clone()
-    if rank.rank == 0:
-        of_rank[tuple(active.nonzero()[-1])] = False
-        of_rank[tuple((~active).nonzero()[0])] = True
-    with pytest.raises(ValueError, match="leave out different tokens: 2 are masked on one"):
-        call(of_rank)
-    call(active)
-
-
-#: What the last rank alone gives, and every rank's words.
-BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "a temperature of 0": ({"temperature": torch.zeros(1, 8)}, "not all"),
-    "NaN": ({"temperature": torch.full((1, 8), torch.nan)}, "not all"),
-    "entropy": ({"entropy": "yes"}, "choose one of none"),
-    "partial": (
-        {"reduce_grad_hidden": False, "sequence_parallel": True, "hidden": torch.ones(4, 1, 4)},
-        "that the caller has gathered",
-    ),
-    "other labels": (
-        {"labels": torch.zeros(1, 8, 3, dtype=torch.int64)},
-        r"disagree on labels or teacher: labels int64 \[1, 8, 2\]; labels int64 \[1, 8, 3\]",
-    ),
-    "no labels": (
-        {"labels": torch.zeros(1, 8, 0, dtype=torch.int64)}, r"expected \[\.\., K\] with K of 1"
-    ),
-}  # fmt: skip
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("what", BAD)
-def test_bad_arguments_of_one_rank(rank: Rank, what):
-    """In a group's first call; of temperatures in a later one, after which the next goes on."""
-    changes, words = BAD[what]
-    good: dict[str, Any] = {"hidden": torch.ones(8, 1, 4), "weight": torch.ones(5, 4)}
-    good |= {"temperature": torch.ones(1, 8), "labels": torch.zeros(1, 8, 2, dtype=torch.int64)}
-    bad = {**good, **(changes if rank.rank == rank.size - 1 else {})}
-    good, bad = (
-        {name: x.to(rank.device) if isinstance(x, torch.Tensor) else x for name, x in given.items()}
-        for given in (good, bad)
-    )
-    later = "temperature" in changes
-    with fresh_group(rank) as group:
-        for given in (*[good] * later, bad, *[good] * later):
-            if given is bad:
-                with pytest.raises(ValueError, match=words):
-                    token_log_probs(**bad, tp_group=group)
-            else:
-                token_log_probs(**good, tp_group=group)

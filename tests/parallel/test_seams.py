@@ -7,11 +7,15 @@ Megatron-FSDP are in test_fsdp.py, combined 1F1B as a whole in tests/megatron/te
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import copy
-import functools
+import sys
+import tempfile
+import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from functools import partial, wraps
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -23,86 +27,14 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_fused_ce.head import tokens
 from tests.support import megatron
-from tests.support.megatron import BATCH, GRADIENT_BOUND, LOSS_BOUND, NEWEST, SEQUENCE, Model, of_core
+from tests.support.megatron import BATCH, NEWEST, SEQUENCE, Model, of_core
 from tests.support.ranks import Rank, on_ranks
+from tests.support.seams import GPT, LATER, Change, Row, Step, off_against_on, stays
 
 RANKS = [of_core(2, NEWEST), pytest.param(*of_core(1, NEWEST).values, marks=pytest.mark.rest)]
 
 
-@dataclass
-class Step:
-    """A model and a micro-batch, which a row makes a loss of."""
-
-    rank: Rank
-    model: Any
-    ids: Tensor
-    labels: Tensor
-    mask: Tensor
-
-    def __call__(self, model: Any = None, labels: bool = True, **given: Any) -> Any:
-        """The model's output for the micro-batch."""
-        model = model or self.model
-        if not labels:
-            return model(self.ids, *megatron.positions_and_mask(self.rank), **given)
-        batch = megatron.Batch(self.ids, self.labels, self.mask)
-        return megatron.losses_of(model, batch, self.rank, **given)
-
-    def masked(self, losses: Tensor) -> Tensor:
-        return (losses.float() * self.mask).sum() / self.mask.sum()
-
-    def of_logits(self, logits: Tensor) -> Tensor:
-        """Megatron's own cross entropy, an autograd function, of ``[s, b, V]``; and another term in torch."""
-        from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
-
-        losses = vocab_parallel_cross_entropy(logits.float().clone(), self.labels.t().contiguous())
-        return self.masked(losses.t()) + z_loss_of(logits, self.rank)
-
-
-def z_loss_of(logits: Tensor, rank: Rank) -> Tensor:
-    """Of this rank's columns, by torch's own operators: its gradient survives where another's is lost."""
-    return 1e-3 * logits.float().logsumexp(-1).square().mean()
-
-
-# --- rows ------------------------------------------------------------------------------------------
-
-Use = Callable[[Step], Tensor]
-#: Of a model that was built; what reaches beyond it ends with the stack.
-Change = Callable[[Any, contextlib.ExitStack], Any]
-
-
-@dataclass(frozen=True)
-class Row:
-    #: heads of one forward that are fused, and that stay with Megatron; none is ever materialised
-    fused: int = 1
-    stock: int = 0
-    #: of the log, where a head stays
-    words: str = ""
-    change: Change | None = None
-    #: makes the loss
-    use: Use = lambda step: step.masked(step())
-    #: of the error that the flag raises before anything is trained
-    raises: str = ""
-    #: changes of the model: :class:`.Model`'s fields
-    model: dict[str, Any] = field(default_factory=dict)
-    #: of the flag's config
-    options: dict[str, Any] = field(default_factory=dict)
-    families: tuple[str, ...] = ("gpt", "hybrid")
-    since: tuple[int, int] = (0, 16)
-    #: every model that is built
-    adopted: bool = True
-    #: norm-relative, of losses and gradients
-    bound: float = GRADIENT_BOUND
-
-
-def fused(use: Use | None = None, change: Change | None = None, **others: Any) -> Row:
-    return Row(change=change, **({"use": use} if use else {}), **others)
-
-
-def stays(words: str, change: Change | None = None, use: Use | None = None, **others: Any) -> Row:
-    return fused(use, change, **{"fused": 0, "stock": 1, "words": words, **others})
-
-
-# Uses of a model.
+# --- rows: uses of a model -------------------------------------------------------------------------
 
 
 def no_labels(step: Step) -> Tensor:
@@ -212,15 +144,13 @@ def within_its_own_evaluation(step: Step) -> Tensor:
     return loss + metrics[0]
 
 
-# Changes of a model.
+# --- changes of a model --------------------------------------------------------------------------
 
 
 def scaled_otherwise(model: Any) -> Any:
     """A decorator, which copies attributes, around the class's method."""
     stock = type(model)._scale_logits
-    return patch.object(
-        type(model), "_scale_logits", functools.wraps(stock)(lambda self, z: stock(self, z.mul_(0.3)))
-    )
+    return patch.object(type(model), "_scale_logits", wraps(stock)(lambda self, z: stock(self, z.mul_(0.3))))
 
 
 def parametrized(layer: Any) -> None:
@@ -278,19 +208,15 @@ class OtherMixin(KnownMixin):
         return 0.5 * logits, bias
 
 
-def extended(mixin: type, cap: float, is_known: bool = True) -> Change:
+def extended(mixin: type, cap: float, model: Any, stack: contextlib.ExitStack, is_known: bool = True) -> None:
     """As Megatron-Bridge extends a head after the build: ``forward`` softcaps what the layer returns."""
+    from megatron_fused_ce.adapter import output_layer
 
-    def change(model: Any, stack: contextlib.ExitStack) -> None:
-        from megatron_fused_ce.adapter import output_layer
-
-        names = [(known.__module__, known.forward.__qualname__) for known in (KnownMixin, OtherMixin)]
-        caps = dict.fromkeys(names, "final_logit_softcapping")
-        stack.enter_context(patch.dict(output_layer.SOFTCAPS, caps if is_known else {}))
-        model.output_layer.config.final_logit_softcapping = cap
-        subclass(model.output_layer, mixin)
-
-    return change
+    names = [(known.__module__, known.forward.__qualname__) for known in (KnownMixin, OtherMixin)]
+    caps = dict.fromkeys(names, "final_logit_softcapping")
+    stack.enter_context(patch.dict(output_layer.SOFTCAPS, caps if is_known else {}))
+    model.output_layer.config.final_logit_softcapping = cap
+    subclass(model.output_layer, mixin)
 
 
 class LoRA(nn.Module):
@@ -381,24 +307,102 @@ def casts_what_is_returned(model: Any, stack: contextlib.ExitStack) -> None:
     fully_shard(model.output_layer, mp_policy=policy)
 
 
-GPT = ("gpt",)
+def te_head(stack: contextlib.ExitStack) -> None:
+    """A stand-in for Transformer Engine's, which GPTModel takes."""
+    from megatron.core.models.gpt import gpt_model
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:  # as Transformer Engine's, not Megatron's
+        return ColumnParallelLinear.forward(self, *args, **kwargs)
+
+    head = type("TELMHeadColumnParallelLinear", (ColumnParallelLinear,), {"forward": forward})
+    active = {"is_mxfp8_output_proj_active": lambda config: config.fp8_output_proj}
+    stack.enter_context(patch.multiple(gpt_model, TELMHeadColumnParallelLinear=head, **active))
+
+
+#: The output layer of Megatron's dev branch, with a loss on request, as a fork has it.
+DEV = textwrap.dedent("""
+    from megatron.core.models.gpt import gpt_model
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    class LinearCrossEntropyModule(ColumnParallelLinear):
+        def forward(self, input_, weight=None, runtime_gather_output=None, output_cross_entropy_loss=False,
+                    labels=None, reduction="none", ignore_index=-100):
+            if output_cross_entropy_loss:
+                raise NotImplementedError("a Blackwell GPU's kernel")
+            weight = self.weight if weight is None else weight
+            return super().forward(input_, weight, runtime_gather_output)
+
+    class Other(LinearCrossEntropyModule):
+        def forward(self, *given, **named):
+            return super().forward(*given, **named)
+
+    class GPTModel(gpt_model.GPTModel):
+        def _postprocess(self, hidden_states, labels, **unused):
+            asked = {"runtime_gather_output": None, "output_cross_entropy_loss": True, "labels": labels}
+            return self.output_layer(input_=hidden_states, weight=None, **asked)
+""")
+
+
+def dev_digest() -> list[str]:
+    from megatron_fused_ce.adapter import forms
+
+    return [forms.digest(dict(forms.definitions(ast.parse(DEV)))["LinearCrossEntropyModule.forward"])]
+
+
+def of_dev(
+    model: Any, stack: contextlib.ExitStack, layer: str = "LinearCrossEntropyModule", as_loss: bool = False
+) -> None:
+    """``as_loss``: with the flag on the model asks its layer for the loss."""
+    from megatron_fused_ce.adapter import forms, language_module, switch
+
+    file = Path(stack.enter_context(tempfile.TemporaryDirectory()), "dev.py")
+    file.write_text(DEV)
+    module = megatron.imported(file, forms.LINEAR)
+    stack.enter_context(patch.dict(sys.modules, {forms.LINEAR: module}))
+    model.output_layer.__class__ = getattr(module, layer)
+    config = switch.active_config()
+    if config is not None:
+        delattr(model, language_module.ADOPTED)
+        model.__class__ = module.GPTModel if as_loss else type(model)
+        language_module.adopt_output_layer(model, config)
+
+
+def as_devs(step: Step) -> Tensor:
+    """Masked labels are ignored ones. FSDP knows the layer by its name, others by isinstance."""
+    from megatron_fused_ce.adapter import forms
+
+    layer, kind = step.model.output_layer, sys.modules[forms.LINEAR].LinearCrossEntropyModule
+    assert isinstance(layer, kind) and type(layer).__name__ == kind.__name__
+    assert type(copy.copy(layer)) is type(layer)
+    hidden = torch.ones(SEQUENCE, BATCH, layer.input_size, device=step.ids.device)
+    with pytest.raises(NotImplementedError, match="a Blackwell GPU's kernel"):  # of an unknown caller
+        layer(hidden, output_cross_entropy_loss=True, labels=step.labels)
+    step.labels = step.labels.masked_fill(step.mask == 0, -100)
+    losses = step()
+    assert type(step.model).__module__ != forms.LINEAR or not losses[step.mask == 0].any()
+    return step.masked(losses)
+
+
 BF16: dict[str, Any] = {"model": {"dtype": torch.bfloat16}, "bound": 3e-2}
+FP8 = {"fp8": "e4m3", "fp8_recipe": "mxfp8", "fp8_output_proj": True}
+MXFP8: dict[str, Any] = {"model": {"dtype": torch.bfloat16, "extra": FP8}, "bound": 3e-2}
 CALLED_HERE = f"is called by {__name__}"
 
 ROWS = {
     # Megatron's own path through the model.
-    "labels, changed in place": fused(in_place),
-    "checkpoint": fused(checkpointed, fused=2),
-    "a schedule's _postprocess": fused(postprocess_alone, families=GPT),
-    "a frozen head": fused(change=of_layer(lambda layer: layer.weight.requires_grad_(False))),
-    "functional_call of the model": fused(functional),
-    "a sharding's class": fused(  # as FSDP2 puts around a layer's
+    "labels, changed in place": Row(use=in_place),
+    "checkpoint": Row(use=checkpointed, fused=2),
+    "a schedule's _postprocess": Row(use=postprocess_alone, families=GPT),
+    "a frozen head": Row(change=of_layer(lambda layer: layer.weight.requires_grad_(False))),
+    "functional_call of the model": Row(use=functional),
+    "a sharding's class": Row(  # as FSDP2 puts around a layer's
         change=of_layer(lambda layer: subclass(layer, name=f"Sharded{type(layer).__name__}"))
     ),
-    "set up twice": fused(change=lambda model, _: model.setup_embeddings_and_output_layer()),
-    "a mask changed before the head": fused(mask_changed, options={"skip_masked": True}, families=GPT),
+    "set up twice": Row(change=lambda model, _: model.setup_embeddings_and_output_layer()),
+    "a mask changed before the head": Row(use=mask_changed, options={"skip_masked": True}, families=GPT),
     # Models of other people around Megatron's; a loss of their own: test_known_forms.py.
-    "a _postprocess around Megatron's": fused(change=in_class(outer_postprocess), families=GPT),
+    "a _postprocess around Megatron's": Row(change=in_class(outer_postprocess), families=GPT),
     "a decorated scale": stays(
         "are scaled by",
         lambda model, stack: stack.enter_context(scaled_otherwise(model)), since=(0, 19),
@@ -411,24 +415,24 @@ ROWS = {
     "gathered logits": stays("runtime_gather_output", use=gathered),
     "the layer called directly": stays(CALLED_HERE, use=directly, fused=1),
     # Layers that somebody has changed.
-    "extended by a softcap": stays("its forward is", extended(KnownMixin, 2.0, False)),
-    "extended by a known softcap": fused(change=extended(KnownMixin, 2.0)),
-    "extended by a known softcap, changed": stays("its forward is", extended(OtherMixin, 2.0)),
-    "a known softcap and mup": fused(
-        change=extended(KnownMixin, 0.5), model={"mup": True}, since=(0, 19)
+    "extended by a softcap": stays("its forward is", partial(extended, KnownMixin, 2.0, is_known=False)),
+    "extended by a known softcap": Row(change=partial(extended, KnownMixin, 2.0)),
+    "extended by a known softcap, changed": stays("its forward is", partial(extended, OtherMixin, 2.0)),
+    "a known softcap and mup": Row(
+        change=partial(extended, KnownMixin, 0.5), model={"mup": True}, since=(0, 19)
     ),
-    "a known softcap, called within itself": fused(
-        within_its_own_evaluation, extended(KnownMixin, 0.05), fused=2
+    "a known softcap, called within itself": Row(
+        (), partial(extended, KnownMixin, 0.05), within_its_own_evaluation, fused=2
     ),
     "an instance's own forward": stays(  # as accelerate and CUDA graphs put it there
-        "its forward is", of_layer(lambda layer: setattr(layer, "forward", functools.partial(layer.forward)))
+        "its forward is", of_layer(lambda layer: setattr(layer, "forward", partial(layer.forward)))
     ),
     "wrapped by LoRA": stays(f"is called by {__name__}.forward", wrapped),
     "functional_call of the head, detached": stays(
         "is called by torch", in_class(with_a_detached_head), families=GPT
     ),
     "a forward hook": stays("a forward hook", hooked("register_forward_hook", half_of)),
-    "a forward pre-hook": fused(
+    "a forward pre-hook": Row(
         change=hooked("register_forward_pre_hook", lambda layer, given: (given[0] * 0.5, *given[1:]))
     ),
     "a backward pre-hook": stays(
@@ -459,15 +463,42 @@ ROWS = {
     ),
     "another config later": stays("its config names another loss", with_another_config),
     "another model later": stays(
-        "edited after the model was built", edited_before_another_is_built, adopted=False
+        LATER, edited_before_another_is_built, adopted=False
     ),
+    "an output layer in MXFP8": Row(
+        ("TELMHeadColumnParallelLinear (--fp8-output-proj)",),
+        fused=0, before=te_head, families=GPT, adopted=False, **MXFP8,
+    ),
+    "MXFP8, whose HybridModel has no such layer": Row(before=te_head, families=("hybrid",), **MXFP8),
     "FSDP2 that casts": stays("FSDP casts what the output layer returns", casts_what_is_returned, **BF16),
-    # What nobody would apply. A hook, no labels: test_models.py.
+    "dev's layer": Row((CALLED_HERE,), of_dev, as_devs, stock=1, trust=dev_digest, families=GPT),
+    "dev's layer, asked for the loss": Row(
+        (CALLED_HERE,), partial(of_dev, as_loss=True), as_devs, stock=1, trust=dev_digest, families=GPT
+    ),
+    "dev's layer in a form that is not known": Row(
+        ("digest ",), of_dev, fused=0, adopted=False, families=GPT
+    ),
+    "a class of dev's layer": Row(
+        (".Other, whose ",), partial(of_dev, layer="Other"),
+        fused=0, adopted=False, trust=dev_digest, families=GPT,
+    ),
+    # What nobody would apply.
     "a hook that drops arguments": Row(
-        0, 0, raises="did not reach its forward",
-        change=hooked(
+        fused=0, raises="did not reach its forward", change=hooked(
             "register_forward_pre_hook", lambda layer, given, named: (given, {}), with_kwargs=True
         ),
+    ),
+    "an output layer in MXFP8 and an option": Row(
+        fused=0, before=te_head, raises="TELMHeadColumnParallelLinear", options={"z_loss": 1e-3},
+        families=GPT, **MXFP8,
+    ),
+    "a forward hook and an option": stays(
+        "", hooked("register_forward_hook", half_of), raises="own loss knows nothing of it",
+        options={"ignore_index": 7},
+    ),
+    "no labels and an option": stays(
+        "", use=no_labels, raises="Megatron's own loss .* was called without labels",
+        options={"ignore_index": 7},
     ),
     "LoRA and an option": stays(
         "", wrapped, raises="z_loss: Megatron's own loss", options={"z_loss": 1e-3}
@@ -477,51 +508,12 @@ ROWS = {
         options={"ignore_index": -100}, families=GPT, since=(0, 18),
     ),
     "built before the flag, and an option": Row(
-        0, 0, change=built_before_the_flag, raises="z_loss: Megatron's own loss", options={"z_loss": 1e-3}
+        fused=0, change=built_before_the_flag, raises="z_loss: Megatron's own loss", options={"z_loss": 1e-3}
     ),
 }  # fmt: skip
-
-
-# --- off against on --------------------------------------------------------------------------------
-
-
-def results_of(row: Row, rank: Rank, family: str) -> dict[str, Tensor]:
-    """The loss and every gradient that the row leaves."""
-    model = megatron.build(Model(family=family, **row.model), rank)
-    with contextlib.ExitStack() as stack:
-        if row.change is not None:
-            row.change(model, stack)
-        loss = row.use(Step(rank, model, *megatron.draw(rank, 5, 0.7)))
-    loss.backward()
-    made = {"loss": loss.detach().float()}
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            made[name] = parameter.grad.detach().float().clone()
-    return made
 
 
 @on_ranks(*RANKS)
 @pytest.mark.parametrize("name", ROWS)
 def test_off_against_on(rank: Rank, name):
-    row = ROWS[name]
-    megatron.needs_core(*row.since)
-    megatron.have_groups(rank.size)
-    for family in row.families:
-        off = None if row.raises else results_of(row, rank, family)
-        with megatron.flag(**{"strategy": "store", "num_chunks": 3, **row.options}) as seen:
-            if off is None:
-                with pytest.raises((ValueError, RuntimeError), match=row.raises):
-                    results_of(row, rank, family)
-            else:
-                on = results_of(row, rank, family)
-        assert seen.counts == (row.fused, 0, row.stock), family
-        assert rank.rank or row.adopted == ("stays on Megatron's own path" not in seen.said), seen.said
-        if off is None:
-            continue
-        told = seen.lines("takes Megatron's own path")
-        assert rank.rank or (len(told) == row.stock and all(row.words in line for line in told)), told
-        assert on.keys() == off.keys() and len(on) > 5
-        for part, expected in off.items():
-            error = float((on[part] - expected).double().norm())
-            bound = max(row.bound, LOSS_BOUND if part == "loss" else 0.0)
-            assert error <= bound * float(expected.double().norm()) + 1e-9, f"{family}, {part}: {error}"
+    off_against_on(ROWS[name], rank)

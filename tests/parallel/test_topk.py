@@ -51,13 +51,9 @@ def likeliest(hidden, weight, k, config, temperature):
 
 
 @on_ranks(1, 2, 4)
-def test_against_fp64(rank: Rank):
+@pytest.mark.parametrize("call", CALLS)
+def test_against_fp64(rank: Rank, call):
     """Shards of unequal sizes, one of a single row; a last chunk that is shorter; ids equal one by one."""
-    for call in CALLS:
-        compare(rank, call)
-
-
-def compare(rank: Rank, call: str) -> None:
     k, options, kind, dtype, sp = CALLS[call]
     hidden, weight = operands(rank, dtype)
     config = FusedCEConfig(**{"chunk_tokens": 28, **options})
@@ -126,29 +122,6 @@ def test_tokens_outside_the_active_mask_cost_no_gemm(rank: Rank, sp):
     assert flops.get_total_flops() == 2 * tokens * given[1].numel()
     assert torch.equal(ids, right_ids.masked_fill(~active.unsqueeze(-1), -1))
     assert torch.equal(made, right.masked_fill(~active.unsqueeze(-1), -torch.inf))
-
-
-#: What the last rank alone gives, and every rank's words.
-BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "too many ids": ({"k": V + 1}, "expected at most the 97 ids|disagree on k"),
-    "another number": ({"k": 3}, "disagree on k"),
-    "a mask of numbers": ({"active_mask": torch.ones(B, S)}, "active_mask is torch.float32"),
-    "a temperature of 0": ({"temperature": 0.0}, "temperature must be above 0"),
-}
-
-
-@on_ranks(1, 2)
-def test_bad_arguments_of_one_rank(rank: Rank):
-    """In a later call too, which goes on without."""
-    hidden, weight = operands(rank)
-    rows, good = weight[rows_of(rank, "unequal", V)], {"k": 2, "batch_first": False, "tp_group": rank.group}
-    for what, (bad, words) in BAD.items():
-        if what == "another number" and rank.size == 1:
-            continue
-        given: dict[str, Any] = {**good, **(bad if rank.rank == rank.size - 1 else {})}
-        fused_linear_topk(hidden, rows, **good)
-        with pytest.raises((TypeError, ValueError), match=words):
-            fused_linear_topk(hidden, rows, **given)
 
 
 @pytest.mark.parametrize(("vocab", "k"), [(4203, 40), (2048, 3)])

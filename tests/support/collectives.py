@@ -10,12 +10,13 @@ them, by whatever name it was imported, is seen, in the backward's thread too.
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import random
 import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -59,7 +60,7 @@ class Collectives:
     def __init__(
         self,
         groups: Mapping[dist.ProcessGroup, str],
-        before: Callable[[Collective], None] | None = None,
+        before: Callable[[Collective], None] = lambda call: None,
         keep: bool = True,
     ) -> None:
         self._keep = keep
@@ -67,67 +68,51 @@ class Collectives:
         self._names = {group.group_name: name for group, name in groups.items()}
         self._before = before
         self._inside = threading.local()
-        self._originals: dict[str, Any] = {}
+        self._patches = contextlib.ExitStack()
 
     def __enter__(self) -> Collectives:
-        for method in METHODS:
-            original = getattr(dist.ProcessGroup, method, None)
-            if original is not None:
-                # As the class holds it: what getattr gives would no longer bind to its group.
-                self._originals[method] = vars(dist.ProcessGroup)[method]
-                setattr(dist.ProcessGroup, method, self._watching(method, original))
+        for method in filter(lambda method: hasattr(dist.ProcessGroup, method), METHODS):
+            watched = self._watching(METHODS[method], getattr(dist.ProcessGroup, method))
+            self._patches.enter_context(patch.object(dist.ProcessGroup, method, watched))
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for method, original in self._originals.items():
-            setattr(dist.ProcessGroup, method, original)
-        self._originals.clear()
+        self._patches.close()
 
-    def _watching(self, method: str, original: Any) -> Any:
-        @functools.wraps(original)
+    def _watching(self, name: str, original: Any) -> Any:
         def watched(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
             if getattr(self._inside, "a_call", False):  # one method may be written by another
                 return original(group, *args, **kwargs)
             self._inside.a_call = True
             try:
-                call = self._describe(group, METHODS[method], (*args, *kwargs.values()))
-                if self._before is not None:
-                    self._before(call)
-                if self._keep:
-                    self.calls.append(call)
+                arguments = (*args, *kwargs.values())
+                tensors = list(_tensors(arguments))
+                call = Collective(
+                    self._names.get(group.group_name, "other"),
+                    name,
+                    tuple(tuple(tensor.shape) for tensor in tensors),
+                    str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
+                    next((_op_name(x.reduceOp) for x in arguments if hasattr(x, "reduceOp")), ""),
+                )
+                self._before(call)
+                self.calls += [call] * self._keep
                 return original(group, *args, **kwargs)
             finally:
                 self._inside.a_call = False
 
         return watched
 
-    def _describe(self, group: dist.ProcessGroup, name: str, arguments: tuple[Any, ...]) -> Collective:
-        tensors = list(_tensors(arguments))
-        options = [getattr(argument, "reduceOp", None) for argument in arguments]
-        op = next((_op_name(option) for option in options if option is not None), "")
-        return Collective(
-            self._names.get(group.group_name, "other"),
-            name,
-            tuple(tuple(tensor.shape) for tensor in tensors),
-            str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
-            op,
-        )
-
 
 def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
-    if isinstance(value, list | tuple):
-        return [tensor for item in value for tensor in _tensors(item)]
-    return []
+    return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, list | tuple) else []
 
 
 def _op_name(op: Any) -> str:
     """SUM of ``ReduceOp.SUM`` and of the object that wraps it in the options."""
-    for name in ("SUM", "MAX", "MIN", "PRODUCT", "AVG"):
-        if op == getattr(dist.ReduceOp, name):
-            return name
-    return str(op)
+    names = ("SUM", "MAX", "MIN", "PRODUCT", "AVG")
+    return next((name for name in names if op == getattr(dist.ReduceOp, name)), str(op))
 
 
 class RandomDelays:

@@ -18,25 +18,23 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_fused_ce.scripts.lib import megatron_cpu
 
 
-def count(case: dict[str, Any]) -> list[int]:
-    """Of each pipeline stage."""
-    pipeline = case["parallel"].get("pipeline_model_parallel_size", 1)
-    return [_count_of_stage(case, stage) for stage in range(pipeline)]
-
-
-def _count_of_stage(case: dict[str, Any], stage: int) -> int:
+def count(case: dict[str, Any], stage: int) -> int:
+    """Of a pipeline stage."""
     from megatron.core import parallel_state
 
     world = case["world"]
-    pipeline = case["parallel"].get("pipeline_model_parallel_size", 1)
     torch.distributed.init_process_group(
-        "fake", store=FakeStore(), rank=stage * world // pipeline, world_size=world
+        "fake", store=FakeStore(), rank=stage * world // num_stages(case), world_size=world
     )
     parallel_state.initialize_model_parallel(**case["parallel"], create_gloo_process_groups=False)
     model = _build(case, parallel_state)
     parallel_state.destroy_model_parallel()
     torch.distributed.destroy_process_group()
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def num_stages(case: dict[str, Any]) -> int:
+    return case["parallel"].get("pipeline_model_parallel_size", 1)
 
 
 def _build(case: dict[str, Any], parallel_state: Any) -> torch.nn.Module:
@@ -61,7 +59,7 @@ def _build(case: dict[str, Any], parallel_state: Any) -> torch.nn.Module:
 
         multi_latent_attention.HAVE_TE = False
         for layer in spec.layer_specs:
-            layer.submodules.self_attention.submodules.core_attention = _NoAttention
+            layer.submodules.self_attention.submodules.core_attention = torch.nn.Identity
     first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
     prediction = None
     if config.mtp_num_layers and last:
@@ -69,11 +67,6 @@ def _build(case: dict[str, Any], parallel_state: Any) -> torch.nn.Module:
     return GPTModel(
         config, spec, pre_process=first, post_process=last, mtp_block_spec=prediction, **case["model"]
     )
-
-
-class _NoAttention(torch.nn.Module):
-    def __init__(self, *given: Any, **named: Any) -> None:
-        super().__init__()
 
 
 _SIZES = (
@@ -84,5 +77,5 @@ _SIZES = (
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     megatron_cpu.install(fused_wgrad=False)
-    counts = [count(case) for case in json.load(sys.stdin)]
+    counts = [[count(case, stage) for stage in range(num_stages(case))] for case in json.load(sys.stdin)]
     print("counts", json.dumps(counts))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -127,27 +128,15 @@ def mixed_plans(stored_chunks: int) -> Iterator[None]:
         agreement.forget()
 
 
-class _AtItsWait:
-    """A collective that reads its input and writes its output when it is waited for, no sooner."""
-
-    def __init__(self, run: Callable[[], Any]) -> None:
-        self.run: Callable[[], Any] | None = run
-
-    def wait(self) -> None:
-        if self.run is not None:
-            self.run()
-        self.run = None
-
-
 @contextlib.contextmanager
 def collectives_run(at: str) -> Iterator[None]:
-    """At their ``start`` or their ``wait``, each by itself, also those that NCCL launches as one."""
+    """At their ``start`` or their ``wait``, no sooner, each alone, also those that NCCL launches as one."""
 
     def start(collective: Any, *tensors: Tensor, beside: bool = True, **options: Any) -> Any:
-        pending = _AtItsWait(functools.partial(collective, *tensors, **options))
+        once = functools.cache(functools.partial(collective, *tensors, **options))
         if at == "start":
-            pending.wait()
-        return pending
+            once()
+        return SimpleNamespace(wait=once)
 
     alone = patch.object(collectives.VocabParallel, "coalesced", lambda *_: contextlib.nullcontext())
     with patch.object(collectives, "_start", start), alone:

@@ -6,9 +6,10 @@ import contextlib
 import copy
 import importlib.util
 import io
+import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,12 +23,17 @@ from tests.support.ranks import Rank, Ranks
 VOCAB, HIDDEN, SEQUENCE, BATCH = 160, 32, 24, 2
 
 #: Largest difference of a gradient between two right ways to compute it, norm-relative: fp32 rounding
-#: through two layers.
-GRADIENT_BOUND = 1e-5
+#: through two layers, or that of half precision.
+GRADIENT_BOUND, HALF_BOUND = 1e-5, 2e-2
 LOSS_BOUND = 1e-6
 
 #: Where scripts/dev/setup_env.sh puts megatron-core 0.19.2, whose metadata asks for Python 3.12.
 CORE_0_19 = Path(sys.prefix) / "mcore-0.19.2"
+#: What the flag imports of this package.
+ADAPTER = (
+    *("forms", "import_hook", "language_module", "modelopt", "output_processor"),
+    *("report", "rl_logprobs", "stock_path", "switch"),
+)
 #: The megatron-core in the environment: 0.16.1 in CI.
 INSTALLED = Environment(
     "megatron",
@@ -41,13 +47,7 @@ INSTALLED = Environment(
         "megatron.core.pipeline_parallel.schedules",
         "megatron.core.transformer.multi_token_prediction",
         "megatron_fused_ce.head.autograd",
-        *(
-            f"megatron_fused_ce.adapter.{name}"
-            for name in (
-                *("forms", "import_hook", "language_module", "modelopt", "output_processor"),
-                *("report", "rl_logprobs", "stock_path", "switch"),
-            )
-        ),
+        *(f"megatron_fused_ce.adapter.{name}" for name in ADAPTER),
     ),
 )
 NEWEST = replace(INSTALLED, name="megatron-0.19.2", path=(str(CORE_0_19),))
@@ -73,14 +73,11 @@ def of_core(size: int, environment: Environment, *marks: Any, own: str = "", nee
 
     Tests of the installed one are of `make test-rest`, but where 0.19.2 cannot be had.
     """
-    if str(CORE_0_19) in environment.path:
-        missing = f"no {CORE_0_19.name} in the environment: run scripts/dev/setup_env.sh"
-        marks += (pytest.mark.skipif(not CORE_0_19.is_dir(), reason=missing),)
-    elif CORE_0_19.is_dir():
+    if str(CORE_0_19) not in environment.path and CORE_0_19.is_dir():
         marks += (pytest.mark.rest,)
-    if str(MODELOPT) in environment.path:
-        missing = f"no {MODELOPT.name} in the environment: run scripts/dev/setup_env.sh"
-        marks += (pytest.mark.skipif(not MODELOPT.is_dir(), reason=missing),)
+    for folder in map(Path, environment.path):
+        missing = f"no {folder.name} in the environment: run scripts/dev/setup_env.sh"
+        marks += (pytest.mark.skipif(not folder.is_dir(), reason=missing),)
     if importlib.util.find_spec("megatron") is None:
         marks += (pytest.mark.skip(reason="megatron-core is not installed"),)
     return pytest.param(Ranks(size, environment, own, needs_nccl), marks=marks)
@@ -96,18 +93,6 @@ def needs_core(major: int, minor: int) -> None:
         pytest.skip(f"not in megatron-core before {major}.{minor}")
 
 
-def needs_fused_wgrad() -> None:
-    """Skips, on a rank, where apex's extension is missing; a CPU's ranks have it in Python."""
-    if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
-        pytest.skip("apex's fused_weight_gradient_mlp_cuda is not installed")
-
-
-def needs_transformer_engine(device: torch.device) -> None:
-    """Skips, on a GPU's rank, where it is missing: HybridModel's last norm is its, but on a CPU's ranks."""
-    if device.type == "cuda" and importlib.util.find_spec("transformer_engine") is None:
-        pytest.skip("Transformer Engine is not installed: HybridModel needs its norm")
-
-
 def prepare(device: torch.device) -> None:
     """Stand-ins for CUDA on a CPU (with apex's kernel in Python); only the norms on GPUs."""
     from megatron_fused_ce.scripts.lib import megatron_cpu
@@ -121,6 +106,14 @@ def prepare(device: torch.device) -> None:
         from megatron.core.transformer import torch_norm
 
         megatron_cpu.stand_in_for_torch_norm(torch_norm)
+
+
+def imported(file: Path, name: str) -> Any:
+    """The module of this name that a file has, beside those that were imported."""
+    spec: Any = importlib.util.spec_from_file_location(name, file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def read_forms() -> None:
@@ -145,11 +138,6 @@ class Flag:
         return [line for line in self.said.splitlines() if words in line]
 
 
-def unbroken(printed: io.StringIO) -> str:
-    """What was printed, each line of the log in one piece."""
-    return printed.getvalue().replace("\n[fused-ce]   ", " ")
-
-
 @contextlib.contextmanager
 def counted() -> Iterator[Flag]:
     """What happens inside, of which the :class:`Flag` knows at the end."""
@@ -163,8 +151,8 @@ def counted() -> Iterator[Flag]:
         with contextlib.redirect_stdout(printed):
             yield seen
     finally:
-        counts = counters.fused, counters.materialised, counters.stock
-        seen.counts, seen.said = counts, unbroken(printed)
+        seen.counts = counters.fused, counters.materialised, counters.stock
+        seen.said = printed.getvalue().replace("\n[fused-ce]   ", " ")  # each line of the log in one piece
         print(seen.said, end="")
 
 
@@ -185,7 +173,8 @@ def flag(*, deferred_logits: bool = False, trust: Any = (), **options: Any) -> I
 # --- process groups --------------------------------------------------------------------------
 
 _layout: tuple[int, int, int | None] | None = None
-_kept: set[Any] = set()
+#: Those of the layout.
+groups: set[Any] = set()
 
 
 def have_groups(tensor: int, pipeline: int = 1, virtual: int | None = None) -> None:
@@ -198,22 +187,17 @@ def have_groups(tensor: int, pipeline: int = 1, virtual: int | None = None) -> N
 
     global _layout
     wanted = (tensor, pipeline, virtual)
-    if wanted == _layout and _kept <= set(dist.distributed_c10d._world.pg_map):
+    if wanted == _layout and groups <= set(dist.distributed_c10d._world.pg_map):
         return
     parallel_state.destroy_model_parallel()
     # In one order on all ranks, which a set has not: NCCL's end of a communicator waits for the others'.
-    for group in [group for group in dist.distributed_c10d._world.pg_map if group in _kept]:
+    for group in [group for group in dist.distributed_c10d._world.pg_map if group in groups]:
         dist.destroy_process_group(group)
     others = set(dist.distributed_c10d._world.pg_map)
     parallel_state.initialize_model_parallel(tensor, pipeline, virtual_pipeline_model_parallel_size=virtual)
-    _kept.clear()
-    _kept.update(set(dist.distributed_c10d._world.pg_map) - others)
+    groups.clear()
+    groups.update(set(dist.distributed_c10d._world.pg_map) - others)
     _layout = wanted
-
-
-def groups_kept() -> set[Any]:
-    """The groups of :func:`have_groups`."""
-    return _kept
 
 
 # --- models ----------------------------------------------------------------------------------
@@ -245,23 +229,6 @@ def core_version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def transformer_config(**fields: Any) -> Any:
-    """Megatron's, of a small model: nothing random, and no fused kernel that a CPU or a bare GPU lacks."""
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    return TransformerConfig(
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        add_bias_linear=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
-        use_cpu_initialization=True,
-        apply_rope_fusion=False,
-        **fields,
-    )
-
-
 def build(model: Model, rank: Rank, seed: int = 7) -> Any:
     """The model, cut as :func:`have_groups` says; of a pipeline with one stage a rank this rank's."""
     (built,) = build_stages(model, rank, seed)
@@ -273,9 +240,10 @@ def build_stages(model: Model, rank: Rank, seed: int = 7) -> list[Any]:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
-    if model.fused_wgrad:
-        needs_fused_wgrad()
+    if model.fused_wgrad:  # a CPU's ranks have it in Python
+        pytest.importorskip("fused_weight_gradient_mlp_cuda", reason="apex's extension is not installed")
     tensor, pipeline = (
         getattr(parallel_state, f"get_{kind}_model_parallel_world_size")() for kind in ("tensor", "pipeline")
     )
@@ -287,7 +255,16 @@ def build_stages(model: Model, rank: Rank, seed: int = 7) -> list[Any]:
         more |= {"overlap_p2p_comm": several, "batch_p2p_comm": not several}
         more |= {"virtual_pipeline_model_parallel_size": model.virtual if several else None}
         more |= {"pipeline_dtype": model.dtype, "deallocate_pipeline_outputs": True}
-    config = transformer_config(
+    config = TransformerConfig(
+        # Nothing random, and no fused kernel that a CPU or a bare GPU lacks.
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        add_bias_linear=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        use_cpu_initialization=True,
+        apply_rope_fusion=False,
         num_layers=max(2, pipeline * model.virtual),
         hidden_size=model.hidden,
         num_attention_heads=4,
@@ -334,35 +311,72 @@ def _gpt(model: Model, config: Any, stage: int) -> Any:
 
 
 def _hybrid(model: Model, config: Any, rank: Rank) -> Any:
-    needs_transformer_engine(rank.device)
-    from tests.support.local_stack_spec import stack_spec
-
+    if rank.device.type == "cuda":
+        pytest.importorskip("transformer_engine", reason="HybridModel's last norm is its")
     shared: dict[str, Any] = dict(
         vocab_size=VOCAB, max_sequence_length=SEQUENCE, position_embedding_type="rope",
         share_embeddings_and_output_weights=model.tied,
     )  # fmt: skip
     if core_version() >= (0, 18):
+        from megatron.core.models.hybrid import hybrid_block
         from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-        return HybridModel(config, stack_spec, hybrid_layer_pattern="*-" + "/*-" * model.mtp, **shared)
+        spec = stack_spec(hybrid_block.HybridStack, hybrid_block.HybridStackSubmodules)
+        return HybridModel(config, spec, hybrid_layer_pattern="*-" + "/*-" * model.mtp, **shared)
     from megatron.core.models.mamba.mamba_model import MambaModel
+    from megatron.core.ssm import mamba_block
 
-    return MambaModel(config, stack_spec, hybrid_override_pattern="*-", **shared)
+    spec = stack_spec(mamba_block.MambaStack, mamba_block.MambaStackSubmodules)
+    return MambaModel(config, spec, hybrid_override_pattern="*-", **shared)
+
+
+def stack_spec(stack: Any, submodules: Any) -> Any:
+    """Local layers for Megatron's Hybrid and Mamba stacks, which it ships with Transformer Engine's alone.
+
+    Attention (``*``) and MLP (``-``), of the parts of GPT's own local layer spec, and the MTP block where the
+    stack has one (>= 0.17). No Mamba layer: that needs mamba-ssm's kernels.
+    """
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.ssm.mlp_layer import MLPLayer
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+    from megatron.core.transformer import multi_token_prediction as mtp
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+    gpt = get_gpt_layer_local_spec().submodules
+    attention = TransformerLayerSubmodules(
+        input_layernorm=WrappedTorchNorm, self_attention=gpt.self_attention, self_attn_bda=gpt.self_attn_bda
+    )
+    mlp = TransformerLayerSubmodules(pre_mlp_layernorm=WrappedTorchNorm, mlp=gpt.mlp, mlp_bda=gpt.mlp_bda)
+    parts: dict[str, Any] = {
+        "attention_layer": ModuleSpec(module=TransformerLayer, submodules=attention),
+        "mlp_layer": ModuleSpec(module=MLPLayer, submodules=mlp),
+    }
+    if "mtp_block_spec" in {part.name for part in fields(submodules)}:
+        norms = dict.fromkeys(("enorm", "hnorm", "layer_norm"), WrappedTorchNorm)
+        layer = mtp.MultiTokenPredictionLayerSubmodules(
+            **norms, eh_proj=ColumnParallelLinear, mtp_model_layer=None  # built by the stack's pattern
+        )  # fmt: skip
+        block = mtp.MultiTokenPredictionBlockSubmodules(
+            layer_specs=[ModuleSpec(module=mtp.MultiTokenPredictionLayer, submodules=layer)]
+        )
+        parts["mtp_block_spec"] = ModuleSpec(module=mtp.MultiTokenPredictionBlock, submodules=block)
+    return ModuleSpec(module=stack, submodules=submodules(**parts))
 
 
 def in_ddp(model: Model, rank: Rank) -> list[Any]:
     """This rank's stages, first to last, each in Megatron's DDP."""
     from megatron.core import distributed
-    from megatron.core.transformer.module import Float16Module
 
     stages = build_stages(model, rank)
     config = stages[0].config
-    if model.dtype == torch.bfloat16:
-        stages = [Float16Module(config, stage) for stage in stages]
     of_ddp = distributed.DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, overlap_grad_reduce=model.overlap, bucket_size=1
     )
-    wrapped = [distributed.DistributedDataParallel(config, of_ddp, stage) for stage in stages]
+    wrapped = [
+        distributed.DistributedDataParallel(config, of_ddp, as_called(model, stage)) for stage in stages
+    ]
     if model.overlap:
         several = [stage.no_sync for stage in wrapped]
         config.no_sync_func = several if model.virtual > 1 else several[0]
@@ -508,12 +522,30 @@ def scheduled(step: Any, stages: list[Any], batches: Sequence[Any], **more: Any)
     )
 
 
-def assert_same_gradients(
-    got: dict[str, Any], expected: dict[str, Any], in_half: bool = False, may_be_zero: str = "not one"
+def results_of(built: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The loss, and every gradient that its backward leaves, by name."""
+    loss.backward()
+    named = {name: parameter.grad for name, parameter in built.named_parameters()}
+    return {"loss": loss.detach(), **{name: grad.clone() for name, grad in named.items() if grad is not None}}
+
+
+def main_grads(built: Any) -> dict[str, torch.Tensor]:
+    """What was added up for each parameter, by name."""
+    named = built.named_parameters()
+    return {name: parameter.main_grad.clone() for name, parameter in named if parameter.requires_grad}
+
+
+def assert_same(
+    got: dict[str, Any], expected: dict[str, Any], bound: Any = GRADIENT_BOUND, may_be_zero: str = "not one"
 ) -> None:
-    """By name, within rounding; none of them zero, but those with ``may_be_zero`` in their name."""
+    """By name, norm-relative; none of them zero, but those in whose name ``may_be_zero`` is found.
+
+    ``bound``: a number, or a function of the name.
+    """
+    assert got.keys() == expected.keys()
     for name, right in expected.items():
-        norm = right.double().norm()
-        assert norm > 0 or may_be_zero in name, f"{name} is zero: the case tests nothing"
-        difference = (got[name].double() - right.double()).norm() / (norm or 1.0)
-        assert difference <= (2e-2 if in_half else GRADIENT_BOUND), f"{name}: differs by {difference:.2e}"
+        norm = float(right.double().norm())
+        assert norm > 0 or re.search(may_be_zero, name), f"{name} is zero: the case tests nothing"
+        difference = float((got[name].double() - right.double()).norm()) / (norm or 1.0)
+        limit = 0.0 if norm == 0 else bound(name) if callable(bound) else bound
+        assert difference <= limit, f"{name}: differs by {difference:.2e}, more than {limit:.0e}"

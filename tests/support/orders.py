@@ -25,14 +25,6 @@ def tensors_alive() -> int:
     return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
 
 
-def end_with_alive(number: int) -> bool:
-    """Whether no more tensors than that stay alive: gloo's thread gives its own back when it gets to it."""
-    until = time.monotonic() + 20
-    while tensors_alive() > number and time.monotonic() < until:
-        time.sleep(0.01)
-    return tensors_alive() <= number
-
-
 class MicroBatch(Step):
     """A micro-batch of its own of one weight; this rank's rows and tokens of both."""
 
@@ -51,12 +43,6 @@ class MicroBatch(Step):
         return self.backward(self.forward())
 
 
-def micro_batches(strategy, **where):
-    """Three of one weight."""
-    first = MicroBatch(strategy, 0, **where)
-    return [first, *(MicroBatch(strategy, seed, first.weight, **where) for seed in (1, 2))]
-
-
 def equal(ones, others) -> bool:
     return all(map(torch.equal, ones, others))
 
@@ -70,43 +56,22 @@ def forwards_without_backward(strategy, **where) -> None:
     alive = tensors_alive()
     for _ in range(5):
         assert torch.equal(head.forward(), first)
-    assert end_with_alive(alive)
+    until = time.monotonic() + 20
+    while tensors_alive() > alive and time.monotonic() < until:
+        time.sleep(0.01)  # gloo's thread gives its own back when it gets to it
+    assert tensors_alive() <= alive
     assert equal(head.alone(), expected)
 
 
 def backwards_in_any_order(strategy, **where) -> None:
     """Three micro-batches under way at once, as in a pipeline: each backward is of its own forward."""
-    heads = micro_batches(strategy, **where)
+    heads = [MicroBatch(strategy, 0, **where)]
+    heads += [MicroBatch(strategy, seed, heads[0].weight, **where) for seed in (1, 2)]
     expected = [head.alone() for head in heads]
     for order in itertools.permutations(range(3)):
         losses = [head.forward() for head in heads]
         for index in order:
             assert equal(heads[index].backward(losses[index]), expected[index]), order
-
-
-def forwards_between_backwards(strategy, **where) -> None:
-    """One forward, one backward in turn, always one micro-batch ahead; one of them is never asked for."""
-    heads = micro_batches(strategy, **where)
-    expected = [head.alone() for head in heads]
-    waiting = heads[0].forward()
-    for done, started in ((0, 1), (1, 2), (2, 0)):
-        heads[started].forward()
-        following = heads[started].forward()
-        assert equal(heads[done].backward(waiting), expected[done])
-        waiting = following
-
-
-def accumulation_is_the_sum(strategy, **where) -> None:
-    """Into one main_grad, the sum of what each micro-batch gives alone."""
-    heads = micro_batches(strategy, **where)
-    main_grad = torch.zeros_like(heads[0].weight)
-    for head in heads:
-        head.main_grad = main_grad
-        head.run()
-        head.main_grad = None
-    summed = sum(head.alone()[1] for head in heads)
-    torch.testing.assert_close(main_grad, summed, rtol=2e-6, atol=2e-6)
-    assert heads[0].weight.grad is None
 
 
 def two_models(**where) -> None:

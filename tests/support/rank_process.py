@@ -1,12 +1,10 @@
 """The process of one rank, and the server that forks such processes: the far end of tests/support/ranks.py.
 
-    python -m tests.support.rank_process serve FD ENVIRONMENT      forks a rank per request
-    python -m tests.support.rank_process live  FD ENVIRONMENT PLACE    is one rank
+    python -m tests.support.rank_process FD
 
-``FD`` is a socket to the process of the tests, ``ENVIRONMENT`` and ``PLACE`` are JSON. A rank joins the
-default group, runs the functions that come over its connection, and answers each with ``(kind, value)``:
-``returned``, ``skipped`` or ``raised``. After it has raised it ends, which tells the other ranks: their
-connections close.
+``FD`` is a socket to the process of the tests. A rank joins the default group, runs the functions that come
+over its connection, and answers each with ``(kind, value)``: ``returned``, ``skipped`` or ``raised``. After
+it has raised it ends, which tells the other ranks: their connections close.
 """
 
 from __future__ import annotations
@@ -16,14 +14,13 @@ import datetime
 import faulthandler
 import gc
 import importlib
-import json
 import os
 import pickle
 import signal
-import socket
 import sys
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -73,9 +70,8 @@ class Place:
     rank: int
     size: int
     folder: str
+    #: The process then runs more than one test.
     on_gpus: bool = False
-    #: The process runs more than one test.
-    lives_on: bool = False
     #: It is a rank of the tests' group; a launch makes its own.
     joins: bool = True
 
@@ -104,53 +100,40 @@ class RemoteCall:
     arguments: tuple[Any, ...]
     options: dict[str, Any]
 
-    def run(self, rank: Rank) -> Any:
-        function: Any = importlib.import_module(self.module)
-        for name in self.qualname.split("."):
-            function = getattr(function, name)
-        function = getattr(function, "on_a_rank", function)
-        return function(rank, *self.arguments, **self.options)
+    def run(self, rank: Rank) -> tuple[str, Any]:
+        """``(kind, value)``; the value of ``raised`` is the traceback, of ``skipped`` the reason."""
+        from pytest import skip
 
+        try:
+            function: Any = importlib.import_module(self.module)
+            for name in self.qualname.split("."):
+                function = getattr(function, name)
+            function = getattr(function, "on_a_rank", function)
+            return "returned", function(rank, *self.arguments, **self.options)
+        except skip.Exception as skipped:
+            return "skipped", str(skipped)
+        except BaseException as error:
+            trace: Any = error.__traceback__
+            return "raised", "".join(traceback.format_exception(type(error), error, trace.tb_next))
 
-def answer(call: RemoteCall, rank: Rank, lives_on: bool) -> tuple[str, Any]:
-    """``(kind, value)``; the value of ``raised`` is the traceback, of ``skipped`` the reason.
+    def run_cleanly(self, rank: Rank) -> tuple[str, Any]:
+        """In a process that lives on: global state is as in a new one; groups that it made are destroyed."""
+        import torch
+        import torch.distributed as dist
 
-    In a process that ``lives_on``, a call that leaves global state changed has raised, too; groups that it
-    made are destroyed.
-    """
-    if not lives_on:
-        return _answer(call, rank)
-    import torch
-    import torch.distributed as dist
-
-    importlib.import_module(call.module)
-    torch.manual_seed(0)  # as a new process has one
-    agreement: Any = sys.modules.get("megatron_fused_ce.ranks.agreement")
-    if agreement is not None:
-        agreement.forget()  # on all ranks: their next calls are compared
-    groups = set(dist.distributed_c10d._world.pg_map)
-    kind, value = _answer(call, rank)
-    if kind == "raised":
+        importlib.import_module(self.module)
+        torch.manual_seed(0)
+        agreement: Any = sys.modules.get("megatron_fused_ce.ranks.agreement")
+        if agreement is not None:
+            agreement.forget()  # on all ranks: their next calls are compared
+        groups = set(dist.distributed_c10d._world.pg_map)
+        kind, value = self.run(rank)
+        if kind != "raised":
+            megatron: Any = sys.modules.get("tests.support.megatron")
+            groups |= megatron.groups if megatron else set()
+            for group in [group for group in dist.distributed_c10d._world.pg_map if group not in groups]:
+                dist.destroy_process_group(group)  # in one order on all ranks
         return kind, value
-    megatron: Any = sys.modules.get("tests.support.megatron")
-    groups |= megatron.groups_kept() if megatron else set()
-    for group in [group for group in dist.distributed_c10d._world.pg_map if group not in groups]:
-        dist.destroy_process_group(group)  # in one order on all ranks
-    return kind, value
-
-
-def _answer(call: RemoteCall, rank: Rank) -> tuple[str, Any]:
-    from pytest import skip
-
-    try:
-        return "returned", call.run(rank)
-    except skip.Exception as skipped:
-        return "skipped", str(skipped)
-    except BaseException as error:
-        here = error.__traceback__
-        while here is not None and here.tb_frame.f_code.co_filename == __file__:
-            here = here.tb_next  # the test's frames are enough
-        return "raised", "".join(traceback.format_exception(type(error), error, here))
 
 
 def join(place: Place, store: Any, *, prefix: str = "") -> Rank:
@@ -179,61 +162,58 @@ def join(place: Place, store: Any, *, prefix: str = "") -> Rank:
     return Rank(dist.group.WORLD, place.rank, place.size, device)
 
 
-def live(connection: Connection, place: Place) -> None:
+def live(connection: Connection, environment: Environment, place: Place) -> None:
     """One rank, until its connection closes or a call raises. Does not return."""
     output = os.open(place.output, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     with contextlib.suppress(EOFError, BrokenPipeError):
-        import torch.distributed as dist
-
         try:
+            if place.on_gpus:
+                environment.load(on_gpus=True)
             rank = Rank(None, place.rank, place.size, None)
             if place.joins:
+                import torch.distributed as dist
+
                 rank = join(place, dist.FileStore(f"{place.folder}/store", place.size))
         except BaseException:
             connection.send(("raised", traceback.format_exc()))
             os._exit(1)
         connection.send(("returned", None))
-        while True:
-            kind, value = answer(connection.recv(), rank, place.lives_on)
+        kind = ""
+        while kind != "raised":
+            call = connection.recv()
+            kind, value = call.run_cleanly(rank) if place.on_gpus else call.run(rank)
             sys.stdout.flush()
             try:
                 connection.send((kind, value))
             except (pickle.PicklingError, AttributeError, TypeError):
                 kind = "raised"
                 connection.send((kind, f"cannot be sent: {traceback.format_exc()}"))
-            if kind == "raised":
-                break
     os._exit(0)  # no worker thread meets an interpreter that ends
 
 
-def threads() -> list[str]:
-    """Names of this process's threads."""
-    return [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
-
-
-def serve(requests: socket.socket, environment: Environment) -> None:
+def serve(requests: Connection) -> None:
     """Fork a rank for a place and a module, answer a process id with how it ended: one at a time.
 
-    Ends, with its ranks, when the tests' process does.
+    On GPUs the ranks load their environment themselves: what has started CUDA cannot be forked. Ends, with
+    its ranks, when the tests' process does.
     """
     os.setsid()
-    environment.load(on_gpus=False)
-    requests.send(json.dumps("ready").encode())
+    environment, on_gpus = requests.recv()
+    if not on_gpus:
+        environment.load(on_gpus=False)
+    requests.send("ready")
     while True:
-        data, descriptors, _, _ = socket.recv_fds(requests, 1 << 16, 1)
-        if not data:
+        try:
+            request = requests.recv()
+        except EOFError:
             os.killpg(0, signal.SIGKILL)
-        request = json.loads(data)
         if isinstance(request, int):
-            reply: int | str = os.waitpid(request, 0)[1]
+            requests.send(os.waitpid(request, 0)[1])
         else:
-            place, module = request
-            reply = _fork(requests, descriptors[0], Place(**place), module)
-        requests.send(json.dumps(reply).encode())
+            requests.send(_fork(requests, environment, *request))
 
 
 def _read_once() -> None:
@@ -253,41 +233,27 @@ def _read_once() -> None:
         megatron.read_forms()
 
 
-def _fork(requests: socket.socket, descriptor: int, place: Place, module: str) -> int | str:
+def _fork(requests: Connection, environment: Environment, place: Place, module: str) -> int | str:
     """The new rank's process id, or why there is none."""
-    if module not in sys.modules:
+    descriptor = reduction.recv_handle(requests)
+    if module not in sys.modules and not place.on_gpus:
         # Once for all tests of a file. What fails here fails again in the rank, with its words.
         with contextlib.suppress(Exception):
             importlib.import_module(module)
         _read_once()
         gc.collect()
         gc.freeze()  # or each rank's first collection copies what all of them share
-    running = threads()
-    if len(running) > 1:
-        return f"cannot fork: {module} or an earlier module has started threads: {running}"
+    threads = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    if len(threads) > 1:
+        return f"cannot fork: {module} or an earlier module has started threads: {threads}"
     child = os.fork()
     if child == 0:
         requests.close()
-        live(Connection(descriptor), place)
+        live(Connection(descriptor), environment, place)
     os.close(descriptor)
     return child
 
 
-def arguments_of(what: Environment | Place) -> str:
-    return json.dumps(asdict(what))
-
-
-def main() -> None:
-    kind, descriptor, environment, *place = sys.argv[1:]
-    given = json.loads(environment)
-    known = Environment(**{n: tuple(v) if isinstance(v, list) else v for n, v in given.items()})
-    if kind == "serve":
-        serve(socket.socket(fileno=int(descriptor)), known)
-    at = Place(**json.loads(place[0]))
-    known.load(on_gpus=at.on_gpus)
-    live(Connection(int(descriptor)), at)
-
-
 if __name__ == "__main__":
     # Under its own name: what is sent over the connections is then of one module.
-    importlib.import_module("tests.support.rank_process").main()
+    importlib.import_module("tests.support.rank_process").serve(Connection(int(sys.argv[1])))

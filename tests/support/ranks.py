@@ -8,20 +8,18 @@ collects ``test_head[store-2ranks]`` and so on. The body runs on every rank; the
 raises, dies or does not end in time, with that rank's traceback, last output or stack. The ranks import the
 test's module and call the function by its name; its arguments are pickled.
 
-On a CPU the ranks of each test are forked from a server that has torch loaded and no thread. On GPUs, where
-contexts and communicators cost seconds, a world of ranks lives on from test to test and is started anew
-after a test that failed. Two ranks on a single GPU share it, over gloo, but where a test says that
-it needs NCCL. Under torchrun its processes are the ranks: see tests/parallel/conftest.py.
+All ranks are forked from a server without threads, which on a CPU has torch loaded. There each test has ranks
+of its own; on GPUs, where contexts and communicators cost seconds, they live on from test to test until one
+fails. Two ranks on a single GPU share it, over gloo, but where a test says that it needs NCCL. Under torchrun
+its processes are the ranks: see tests/parallel/conftest.py.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import fcntl
 import functools
 import inspect
-import json
 import os
 import shutil
 import signal
@@ -30,9 +28,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from multiprocessing import connection as connections
+from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,7 @@ import pytest
 import torch
 
 from tests.support import rank_process, torchrun
-from tests.support.rank_process import PLAIN, Environment, Place, Rank, RemoteCall, arguments_of
+from tests.support.rank_process import PLAIN, Environment, Place, Rank, RemoteCall
 
 __all__ = [
     "PLAIN",
@@ -61,7 +60,7 @@ NUM_GPUS = torch.cuda.device_count()
 SHARING = 2
 #: Of one test, from the moment its ranks have been asked. A collective gives up before.
 TIMEOUT_S = 2.0 * rank_process.GROUP_TIMEOUT_S
-#: Until all ranks have joined: processes that start on GPUs import torch and Megatron first.
+#: Until all ranks have joined: those on GPUs import torch and Megatron first.
 START_TIMEOUT_S = 300.0
 #: How long the other ranks may take for their own error after the first one's.
 GRACE_S = 5.0
@@ -77,6 +76,8 @@ VARIABLES = {
     # grad_in_forward's promise, which a test must not break unawares.
     "PYTHONWARNINGS": "error:the upstream gradient of the per-token loss:UserWarning",
 }
+#: Whoever asks whether there is a GPU finds none, and asks without starting CUDA: that spoils forks.
+WITHOUT_GPUS = {"CUDA_VISIBLE_DEVICES": "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1", "TRITON_INTERPRET": "1"}
 
 
 class RankFailure(AssertionError):
@@ -102,45 +103,29 @@ class RankOutcome:
 # --- processes -------------------------------------------------------------------------------
 
 
-def _variables(environment: Environment, on_gpus: bool) -> dict[str, str]:
-    folders = (*environment.path, str(ROOT), os.environ.get("PYTHONPATH"))
-    made = {**os.environ, **VARIABLES, "PYTHONPATH": os.pathsep.join(filter(None, folders))}
-    if not on_gpus:
-        # Whoever asks whether there is a GPU finds none, and asks without starting CUDA: that spoils forks.
-        made |= {"CUDA_VISIBLE_DEVICES": "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-        made["TRITON_INTERPRET"] = "1"
-    return made
-
-
-def _start(kind: str, descriptor: int, environment: Environment, *place: Place) -> subprocess.Popen:
-    on_gpus = bool(place) and place[0].on_gpus
-    return subprocess.Popen(
-        [
-            *(sys.executable, "-m", "tests.support.rank_process", kind, str(descriptor)),
-            *map(arguments_of, (environment, *place)),
-        ],
-        cwd=ROOT,
-        env=_variables(environment, on_gpus),
-        pass_fds=[descriptor],
-    )
-
-
 class Server:
-    """A process with ``environment`` loaded, which forks ranks on a CPU.
+    """The process of :func:`.rank_process.serve`, which forks ranks.
 
     Raises ``RuntimeError`` where it has ended, or cannot fork because a test's module started a thread.
     """
 
-    def __init__(self, environment: Environment) -> None:
-        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._process = _start("serve", theirs.fileno(), environment)
-        theirs.close()
-        self._reply()
+    def __init__(self, environment: Environment, on_gpus: bool) -> None:
+        folders = (*environment.path, str(ROOT), os.environ.get("PYTHONPATH"))
+        variables = {**os.environ, **VARIABLES, "PYTHONPATH": os.pathsep.join(filter(None, folders))}
+        mine, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", rank_process.__name__, str(theirs.fileno())],
+                cwd=ROOT,
+                env=variables if on_gpus else variables | WITHOUT_GPUS,
+                pass_fds=[theirs.fileno()],
+            )
+        self._requests = Connection(mine.detach())
+        self._ask((environment, on_gpus))
+        atexit.register(self.close)
 
     def fork(self, place: Place, descriptor: int, module: str) -> int:
-        request = json.dumps([asdict(place), module]).encode()
-        socket.send_fds(self._requests, [request], [descriptor])
-        reply = self._reply()
+        reply = self._ask((place, module), descriptor)
         if isinstance(reply, str):
             self.close()
             raise RuntimeError(reply)
@@ -148,46 +133,27 @@ class Server:
 
     def status(self, process: int) -> int:
         """How a rank ended, as ``os.waitpid`` says it. Waits for its end; 0 where the server has ended."""
-        if not self.is_alive:
-            return 0
-        self._requests.send(json.dumps(process).encode())
-        return self._reply()
+        return self._ask(process) if self.is_alive else 0
 
     @property
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def _reply(self) -> Any:
-        data = self._requests.recv(1 << 16)
-        if not data:
-            raise RuntimeError(f"the server of ranks ended with {self._process.wait()}")
-        return json.loads(data)
+    def _ask(self, request: Any, descriptor: int | None = None) -> Any:
+        self._requests.send(request)
+        if descriptor is not None:
+            reduction.send_handle(self._requests, descriptor, self._process.pid)
+        try:
+            return self._requests.recv()
+        except EOFError:
+            raise RuntimeError(f"the server of ranks ended with {self._process.wait()}") from None
 
     def close(self) -> None:
         self._requests.close()
         self._process.wait()
 
 
-_servers: dict[Environment, Server] = {}
-
-
-def server_of(environment: Environment) -> Server:
-    """The running one, or a new one."""
-    if environment not in _servers or not _servers[environment].is_alive:
-        _servers[environment] = Server(environment)
-        atexit.register(_servers[environment].close)
-    return _servers[environment]
-
-
-@contextlib.contextmanager
-def _one_large_world_at_a_time(size: int) -> Iterator[None]:
-    """Two processes of tests do not start four ranks each on the two cores of a small machine."""
-    if size <= 2:
-        yield
-        return
-    with open(Path(tempfile.gettempdir()) / f"ranks-of-tests-{os.getuid()}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+_servers: dict[tuple[Environment, bool], Server] = {}
 
 
 class RankProcesses:
@@ -197,41 +163,31 @@ class RankProcesses:
     """
 
     def __init__(
-        self, size: int, environment: Environment = PLAIN, *, on_gpus: bool = False, **place: bool
+        self, size: int, environment: Environment = PLAIN, *, on_gpus: bool = False, joins: bool = True
     ) -> None:
-        """``place``: fields of :class:`.rank_process.Place`."""
+        """``joins``: see :class:`.rank_process.Place`."""
         if torchrun.IS_RANK:
             pytest.skip("the test starts ranks of its own")
-        self.size, self.environment, self.on_gpus = size, environment, on_gpus
-        self._of_place = place
-        self.is_open = False
-        self._resources = contextlib.ExitStack()
+        self.size, self.environment, self.on_gpus, self.joins = size, environment, on_gpus, joins
+        self._folder = ""
         self._connections: list[Connection] = []
         self._processes: list[int] = []
-        self._started: list[subprocess.Popen] = []
 
     def _open(self, module: str) -> None:
-        if not self.on_gpus:
-            self._resources.enter_context(_one_large_world_at_a_time(self.size))
+        key = self.environment, self.on_gpus
+        if key not in _servers or not _servers[key].is_alive:
+            _servers[key] = Server(*key)
+        self._server = _servers[key]
         self._folder = tempfile.mkdtemp(prefix="ranks-")
-        self._resources.callback(shutil.rmtree, self._folder, ignore_errors=True)
-        self.is_open = True
         for rank in range(self.size):
             mine, theirs = socket.socketpair()
             self._connections.append(Connection(mine.detach()))
             with theirs:
-                place = self._place(rank)
-                if self.on_gpus:
-                    started = _start("live", theirs.fileno(), self.environment, place)
-                    self._started.append(started)
-                    self._processes.append(started.pid)
-                else:
-                    self._server = server_of(self.environment)
-                    self._processes.append(self._server.fork(place, theirs.fileno(), module))
+                self._processes.append(self._server.fork(self._place(rank), theirs.fileno(), module))
         results(self._collect(START_TIMEOUT_S, GRACE_S))
 
     def _place(self, rank: int) -> Place:
-        return Place(rank, self.size, self._folder, self.on_gpus, **self._of_place)
+        return Place(rank, self.size, self._folder, self.on_gpus, self.joins)
 
     def run(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> list[Any]:
         """``function(rank, *arguments, **options)`` on every rank; their results in order.
@@ -252,7 +208,7 @@ class RankProcesses:
         """What every rank did with the call, in order of rank."""
         call = RemoteCall(function.__module__, function.__qualname__, arguments, options)
         try:
-            if not self.is_open:
+            if not self._connections:
                 self._open(call.module)
             for connection in self._connections:
                 with contextlib.suppress(BrokenPipeError):  # it has died: that is its outcome
@@ -277,12 +233,12 @@ class RankProcesses:
             for connection in ready:
                 rank = waiting[connection]
                 try:
-                    made[rank] = RankOutcome(*connection.recv())
-                    if made[rank].kind == "raised":
-                        words = f"{made[rank].value}\n{self._output(rank)}".rstrip()
-                        made[rank] = RankOutcome("raised", words)
+                    kind, value = connection.recv()
+                    if kind == "raised":
+                        value = f"{value}\n{self._output(rank)}".rstrip()
                 except (EOFError, ConnectionResetError):
-                    made[rank] = RankOutcome("died", self._end(rank))
+                    kind, value = "died", self._end(rank)
+                made[rank] = RankOutcome(kind, value)
                 if made[rank].failed and late == "hung":
                     late, until = "stopped", min(until, time.monotonic() + grace_s)
         return [made[rank] for rank in range(self.size)]
@@ -295,17 +251,10 @@ class RankProcesses:
 
     def _end(self, rank: int) -> str:
         """How a rank's process ended, and its last words."""
-        status = self._status(rank)
-        how = f"with status {status}"
-        if status < 0:
-            how = f"of {signal.Signals(-status).name}"
-        return f"ended {how}\n{self._output(rank)}"
-
-    def _status(self, rank: int) -> int:
         process, self._processes[rank] = self._processes[rank], 0
-        if self.on_gpus:
-            return self._started[rank].wait()
-        return os.waitstatus_to_exitcode(self._server.status(process))
+        status = os.waitstatus_to_exitcode(self._server.status(process))
+        how = f"of {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
+        return f"ended {how}\n{self._output(rank)}"
 
     def _output(self, rank: int) -> str:
         output = self._place(rank).output
@@ -315,15 +264,13 @@ class RankProcesses:
         """End all ranks, whatever they are doing; those that wait for a call leave by themselves."""
         for connection in self._connections:
             connection.close()
-        for rank, process in enumerate(self._processes):
-            if process:
+        for process in filter(None, self._processes):
+            if kill:
                 with contextlib.suppress(ProcessLookupError):
-                    if kill:
-                        os.kill(process, signal.SIGKILL)
-                self._status(rank)
-        self._connections, self._processes, self._started = [], [], []
-        self._resources.close()
-        self.is_open = False
+                    os.kill(process, signal.SIGKILL)
+            self._server.status(process)
+        self._connections, self._processes = [], []
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def __enter__(self) -> RankProcesses:
         return self
@@ -366,10 +313,6 @@ class Ranks:
         kind = "" if self.environment == PLAIN else f"-{self.environment.name}"
         return f"{self.size}rank{'s' if self.size > 1 else ''}{kind}"
 
-    @property
-    def on_gpus(self) -> bool:
-        return NUM_GPUS > 0
-
 
 #: Rank processes that live on: those on GPUs.
 _worlds: dict[Ranks, RankProcesses] = {}
@@ -378,7 +321,7 @@ _worlds: dict[Ranks, RankProcesses] = {}
 def run_on_ranks(ranks: Ranks, function: Callable[..., Any], *arguments: Any, **options: Any) -> list[Any]:
     """One call on ranks of its own, or, on GPUs, on those of the last one. See :meth:`RankProcesses.run`."""
     __tracebackhide__ = True
-    if not ranks.on_gpus:
+    if not NUM_GPUS:
         with RankProcesses(ranks.size, ranks.environment) as world:
             return world.run(function, *arguments, **options)
     if ranks.size > NUM_GPUS:
@@ -387,8 +330,7 @@ def run_on_ranks(ranks: Ranks, function: Callable[..., Any], *arguments: Any, **
         if ranks.needs_nccl:
             pytest.skip(f"needs NCCL, and ranks on one GPU have gloo: {ranks.needs_nccl}")
     if ranks not in _worlds:
-        _worlds[ranks] = RankProcesses(ranks.size, ranks.environment, on_gpus=True, lives_on=True)
-        atexit.register(_worlds[ranks].close)
+        _worlds[ranks] = RankProcesses(ranks.size, ranks.environment, on_gpus=True)
     return _worlds[ranks].run(function, *arguments, **options)
 
 
@@ -413,7 +355,7 @@ def on_ranks(*worlds: Any, timeout_s: float = TIMEOUT_S) -> Callable[[Callable[.
                 run_on_ranks(ranks, function, timeout_s=timeout_s, **options)
             elif ranks.size == torchrun.SIZE:
                 call = RemoteCall(function.__module__, function.__qualname__, (), options)
-                torchrun.THIS_RANK.run(ranks.environment, call, ranks.on_gpus, timeout_s)
+                torchrun.THIS_RANK.run(ranks.environment, call, NUM_GPUS > 0, timeout_s)
             else:
                 pytest.skip(f"{ranks.size} ranks: torchrun has started {torchrun.SIZE}")
 

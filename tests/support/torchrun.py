@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.rank_process import Environment, Place, Rank, RemoteCall, answer, join
+from tests.support.rank_process import Environment, Place, Rank, RemoteCall, join
 
 #: Set by torchrun: this process is a rank.
 IS_RANK = "TORCHELASTIC_RUN_ID" in os.environ
@@ -39,7 +39,7 @@ class TorchrunRank:
     def run(self, environment: Environment, call: RemoteCall, on_gpus: bool, timeout_s: float) -> None:
         """The call on this rank; raises what any rank raised."""
         __tracebackhide__ = True
-        kind, value = answer(call, self._join(environment, on_gpus), lives_on=True)
+        kind, value = call.run_cleanly(self._join(environment, on_gpus))
         if kind == "raised":
             self._leave()  # the others' collectives end with an error
         words = "" if kind == "returned" else f"--- rank {RANK} {kind}\n{value}"
@@ -53,12 +53,10 @@ class TorchrunRank:
 
     def end(self) -> None:
         """Wait until rank 0 has printed its report: torchrun kills the others when one rank fails."""
-        if self._store is None:
-            return
-        if RANK == 0:
+        if self._store is not None and RANK == 0:
             sys.stdout.flush()
             self._store.set("reported", "")
-        else:
+        elif self._store is not None:
             with contextlib.suppress(Exception):  # rank 0 was killed
                 self._store.wait(["reported"], datetime.timedelta(seconds=60))
 
@@ -68,12 +66,12 @@ class TorchrunRank:
         if self._store is None:
             self._store, _, _ = next(dist.rendezvous("env://"))
         if self._environment != environment:
-            # Megatron's environment comes after the plain one, and stays: see in_order.
+            # Megatron's environment comes after the plain one, and stays: see tests/parallel/conftest.py.
             sys.path[:0] = environment.path
             environment.load(on_gpus)
             self._environment = environment
         if self._rank is None:
-            place = Place(RANK, SIZE, "", on_gpus, lives_on=True)
+            place = Place(RANK, SIZE, "", on_gpus)
             self._rank = join(place, self._store, prefix=f"groups of {self._num_calls}")
         return self._rank
 
@@ -99,23 +97,3 @@ class TorchrunRank:
 
 
 THIS_RANK = TorchrunRank()
-
-
-def in_order(items: list[pytest.Item], environment_of: Any) -> list[pytest.Item]:
-    """The plain environment's tests first: what Megatron's changes in a process stays changed.
-
-    Of several such environments the first is kept; the others' tests are skipped.
-    """
-    first: list[pytest.Item] = []
-    later: list[pytest.Item] = []
-    kept = None
-    for item in items:
-        environment = environment_of(item)
-        if environment is None or environment == Environment():
-            first.append(item)
-            continue
-        kept = kept or environment
-        if environment != kept:
-            item.add_marker(pytest.mark.skip(reason=f"this launch has the {kept.name} ranks"))
-        later.append(item)
-    return first + later

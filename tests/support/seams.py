@@ -1,0 +1,130 @@
+"""A step of a Megatron model with something in its way, flag off and flag on: rows, and what runs them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from tests.support import megatron
+from tests.support.megatron import GRADIENT_BOUND, Model
+from tests.support.ranks import Rank
+
+GPT = ("gpt",)
+UNKNOWN, LATER = "this package does not know it as Megatron's own", "edited after the model was built"
+
+
+@dataclass
+class Step:
+    """A model and a micro-batch, which a row makes a loss of."""
+
+    rank: Rank
+    model: Any
+    ids: Tensor
+    labels: Tensor
+    mask: Tensor
+    stack: contextlib.ExitStack
+
+    def __call__(self, model: Any = None, labels: bool = True, **given: Any) -> Any:
+        """The model's output for the micro-batch."""
+        model = model or self.model
+        if not labels:
+            return model(self.ids, *megatron.positions_and_mask(self.rank), **given)
+        batch = megatron.Batch(self.ids, self.labels, self.mask)
+        return megatron.losses_of(model, batch, self.rank, **given)
+
+    def masked(self, losses: Tensor) -> Tensor:
+        return (losses.float() * self.mask).sum() / self.mask.sum()
+
+    def of_logits(self, logits: Tensor) -> Tensor:
+        """Megatron's own cross entropy, an autograd function, of ``[s, b, V]``; and another term in torch."""
+        from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+        losses = vocab_parallel_cross_entropy(logits.float().clone(), self.labels.t().contiguous())
+        return self.masked(losses.t()) + z_loss_of(logits, self.rank)
+
+
+def z_loss_of(logits: Tensor, rank: Rank) -> Tensor:
+    """Of this rank's columns, by torch's own operators: its gradient survives where another's is lost."""
+    return 1e-3 * logits.float().logsumexp(-1).square().mean()
+
+
+#: Of a model; what reaches beyond it ends with the stack.
+Change = Callable[[Any, contextlib.ExitStack], Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    #: of the log, where a head stays
+    words: tuple[str, ...] = ()
+    #: of a model that was built
+    change: Change | None = None
+    #: makes the loss
+    use: Callable[[Step], Tensor] = lambda step: step.masked(step())
+    #: heads of one forward that are fused, and that stay with Megatron; none is ever materialised
+    fused: int = 1
+    stock: int = 0
+    #: what is there when the model is built
+    before: Callable[[contextlib.ExitStack], Any] = lambda stack: None
+    #: of the error that the flag raises before anything is trained
+    raises: str = ""
+    #: changes of the model: :class:`.Model`'s fields
+    model: dict[str, Any] = field(default_factory=dict)
+    #: of the flag's config
+    options: dict[str, Any] = field(default_factory=dict)
+    families: tuple[str, ...] = ("gpt", "hybrid")
+    since: tuple[int, int] = (0, 16)
+    #: every model that is built
+    adopted: bool = True
+    #: gives the digests of functions that the user vouches for
+    trust: Callable[[], Any] = tuple
+    #: norm-relative, of losses and gradients
+    bound: float = GRADIENT_BOUND
+
+
+def stays(words: str, change: Change | None = None, **others: Any) -> Row:
+    return Row((words,), change, **{"fused": 0, "stock": 1, **others})
+
+
+def step_of(row: Row, rank: Rank, on: bool, family: str = "gpt") -> tuple[dict[str, Tensor], Any]:
+    """The loss and every gradient that the row leaves, and what was seen with the flag ``on``."""
+    options = {"strategy": "store", "num_chunks": 3, **row.options}
+    made: dict[str, Tensor] = {}
+    with contextlib.ExitStack() as stack:
+        row.before(stack)
+        turn = megatron.flag(**options, trust=row.trust()) if on else contextlib.nullcontext()
+        raises = contextlib.nullcontext()
+        if row.raises:
+            raises = pytest.raises((ValueError, RuntimeError), match=row.raises)
+        with turn as seen, raises:
+            model = megatron.build(Model(family=family, **row.model), rank)
+            if row.change is not None:
+                row.change(model, stack)
+            loss = row.use(Step(rank, model, *megatron.draw(rank, 5, 0.7), stack))
+            made = megatron.results_of(model, loss)
+    return made, seen
+
+
+def off_against_on(row: Row, rank: Rank) -> tuple[dict[str, Tensor], str]:
+    """What the row leaves of the last family, and what was said."""
+    megatron.needs_core(*row.since)
+    megatron.have_groups(rank.size)
+    for family in row.families:
+        off = {} if row.raises else step_of(row, rank, False, family)[0]
+        on, seen = step_of(row, rank, True, family)
+        assert seen.counts == (row.fused, 0, row.stock), (family, seen.said)
+        if not rank.rank:
+            assert row.adopted == ("stays on Megatron's own path" not in seen.said), seen.said
+        if row.raises:
+            continue
+        if not rank.rank:
+            told = seen.lines("takes Megatron's own path")
+            assert bool(told) == bool(row.stock) and len(told) <= row.stock, told
+            assert all(word in line for word in row.words for line in told or [seen.said]), seen.said
+        assert len(on) > 5
+        megatron.assert_same(on, off, row.bound, may_be_zero="")
+    return on, seen.said
