@@ -42,13 +42,13 @@ class LayerCall:
         logits: Tensor = self._run(runtime_gather_output=self.gathered or None)[0]
         return logits
 
-    def ask(self, request: Request) -> Answer:
-        """The answer to a request, without logits."""
+    def ask(self, request: Request, *given: Any) -> Answer:
+        """The answer to a request with its own arguments ``given``, without logits."""
         asked = []
 
         def answer(layer: Any, hidden: Tensor, weight: Tensor) -> Answer:
             asked.append(layer)
-            return request.answer(layer, hidden, weight)
+            return request(layer, hidden, weight, *given)
 
         result, beside = self._run(fused_ce_answer=answer)
         if not asked:

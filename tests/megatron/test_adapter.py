@@ -24,7 +24,7 @@ from megatron_fused_ce import FusedCEConfig, autoload_start
 from megatron_fused_ce.adapter import arguments, forms, say, switch
 from megatron_fused_ce.adapter.deferred_logits import DeferredLogits
 from megatron_fused_ce.adapter.main_grad import open_grad_weight_for
-from megatron_fused_ce.adapter.requests import LossRequest, MaxAndIndices
+from megatron_fused_ce.adapter.requests import MaxAndIndices, losses
 from megatron_fused_ce.adapter.token_weights import TokenWeights
 from megatron_fused_ce.head.grad_weight import InPlaceGradWeight, ReturnedGradWeight
 
@@ -47,11 +47,11 @@ class KnownCall:
     def logits(self):
         return self.real
 
-    def ask(self, request):
+    def ask(self, request, config, *given):
         """Losses of 0, and the argmax."""
-        assert isinstance(request, LossRequest)
-        self.asked.append(request)
-        top = (self.real * request.config.logit_scale).max(-1)
+        assert request is losses
+        self.asked.append((config, *given))
+        top = (self.real * config.logit_scale).max(-1)
         return torch.zeros(2, 4), MaxAndIndices(top.values, top.indices)
 
     def deferred(self, **options):
@@ -243,7 +243,7 @@ def test_a_loss_of_logits_made_without_gradients_has_none(deferred):
     weight = torch.ones(3, 2, requires_grad=True)
     made = []
 
-    def ask(request):
+    def ask(*_):
         made.append(torch.is_grad_enabled())
         return weight.sum(), None
 
@@ -257,7 +257,7 @@ def test_scales_are_remembered_and_reach_the_loss(deferred):
     scaled = 0.5 * (deferred * 3)
     assert materialised() == 0
     scaled.loss(torch.zeros(2, 4), UNKNOWN)
-    assert deferred.call.asked[0].config.logit_scale == 1.5
+    assert deferred.call.asked[0][0].logit_scale == 1.5
     assert torch.equal(scaled.float(), deferred.call.real * 3 * 0.5)
 
 
@@ -288,10 +288,10 @@ def test_log_probs_of_what_is_remembered(gathered, use, scale, positions, dtype)
     """Labels and log-probabilities of the positions that are left, of the whole sequence in the head."""
     seen = []
 
-    def ask(request):
-        seen.append((request.config.logit_scale, request.labels))
-        assert request.active is None
-        entropy = None if request.entropy == "none" else torch.arange(8.0, 16.0).view(2, 4)
+    def ask(_, config, labels, entropy, active):
+        seen.append((config.logit_scale, labels))
+        assert active is None
+        entropy = None if entropy == "none" else torch.arange(8.0, 16.0).view(2, 4)
         return torch.arange(8.0).view(2, 4), entropy
 
     gathered.call.ask = ask
@@ -316,7 +316,7 @@ def test_a_batch_of_one_can_be_squeezed(deferred):
     """Of this rank's part too, for a caller who takes that; then rows are no positions any more."""
     deferred.call.real = deferred.call.real[:, :1]
     one = deferred.call.deferred(for_caller=True)
-    deferred.call.ask = lambda _: (torch.arange(4.0).view(1, 4), None)
+    deferred.call.ask = lambda *_: (torch.arange(4.0).view(1, 4), None)
     rows = (one.transpose(0, 1).squeeze(0) / 2).contiguous()
     assert rows.shape == (4, 6) and rows.size(-1) == 6
     made, _ = rows.log_probs(torch.arange(4))
@@ -332,9 +332,9 @@ def test_samples_are_computed_alone(gathered):
     """The head gets the rows of samples as active; labels of no rows are not read."""
     seen = []
 
-    def ask(request):
-        seen.append((request.labels, request.active))
-        return request.labels.float(), None
+    def ask(_, config, labels, entropy, active):
+        seen.append((labels, active))
+        return labels.float(), None
 
     gathered.call.ask = ask
     tokens = torch.tensor([7, 8, 9])
@@ -361,7 +361,7 @@ def test_zero_times_the_sum_needs_no_logits(gathered):
     """As slime and miles add it to a loss without response tokens; another use of a sum makes real ones."""
     weight, nan = torch.ones((), requires_grad=True), torch.tensor(1.0)
 
-    def ask(request):  # for zeros, or for log-probabilities
+    def ask(*_):  # for zeros, or for log-probabilities
         return (torch.ones(2, 4) * weight).where(torch.arange(4) > 0, nan), None
 
     gathered.call.ask = ask
