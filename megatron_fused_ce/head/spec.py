@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_fused_ce.head.agree import compared
 from megatron_fused_ce.head.call import NOTHING_ELSE, Call
-from megatron_fused_ce.head.promise import HeadOfGroup, broken_promise
+from megatron_fused_ce.head.promise import HeadOfGroup
 from megatron_fused_ce.head.tokens import Tokens
 from megatron_fused_ce.head.validation import check_arguments
 from megatron_fused_ce.logits import LogitsBackend, choose
@@ -74,7 +74,7 @@ class Spec(NamedTuple):
         if self.head not in self.history.broken:
             self.history.broken.add(self.head)
             self.history.forget_specs()  # they rely on the promise
-            self.head.head.say(broken_promise(self.head))
+            self.head.tell_broken()
 
 
 def spec_of(call: Call) -> Spec:
