@@ -1,15 +1,4 @@
-"""``python -m megatron_fused_ce``: every command that a user runs.
-
-::
-
-    python -m megatron_fused_ce plan        # memory of a whole training, with and without the flag
-    python -m megatron_fused_ce plan-head   # strategy and chunks of one head
-    python -m megatron_fused_ce compare     # is it the same training?
-    python -m megatron_fused_ce memory      # where did the memory go?
-    python -m megatron_fused_ce sweep       # how many chunks?
-    python -m megatron_fused_ce selfcheck   # is it right and fast on this machine?
-    python -m megatron_fused_ce autoload    # lets every launch of this environment know the flag
-"""
+"""``python -m megatron_fused_ce COMMAND``: every command that a user runs, of :data:`COMMANDS`."""
 
 from __future__ import annotations
 
@@ -20,19 +9,10 @@ from megatron_fused_ce.cli.command_line import UsageError, command
 
 #: Name, module with a ``main``, and what it is for.
 COMMANDS = {
-    "plan": (
-        "plan.command",
-        "memory of a whole training, with and without the flag; needs no GPU",
-    ),
+    "plan": ("plan.command", "memory of a whole training, with and without the flag; needs no GPU"),
     "plan-head": ("plan.head_command", "strategy and chunks of one head; needs no GPU"),
-    "compare": (
-        "scripts.runs.compare",
-        "is it the same training? two runs' logs, or one launch twice",
-    ),
-    "memory": (
-        "scripts.runs.memory",
-        "where did the memory go? one step of a launch, flag off and on",
-    ),
+    "compare": ("scripts.runs.compare", "is it the same training? two runs' logs, or one launch twice"),
+    "memory": ("scripts.runs.memory", "where did the memory go? one step of a launch, flag off and on"),
     "sweep": ("scripts.runs.sweep", "how many chunks? time against memory, and the flags to use"),
     "selfcheck": ("scripts.runs.selfcheck", "is it right on this machine, and how fast? two minutes"),
     "autoload": ("autoload", "let every launch of this environment know the flag"),
