@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_fused_ce.head.call import Call, OtherTargets
 from megatron_fused_ce.losses.words import in_words
-from megatron_fused_ce.ranks.agreement import Settled, Shard, compare, compare_numbers
+from megatron_fused_ce.ranks.agreement import Settled, compare, compare_numbers
 from megatron_fused_ce.ranks.collectives import VocabParallel
 
 #: Fields of a call that must be equal on every rank, beside config and terms. Tensors are equal if shape,
@@ -70,12 +70,12 @@ def compared(
     :func:`.agreement.compare_numbers` for every tensor with a number per token.
     """
     assert comm.group is not None
-    shard = Shard(None, 0)
     same: dict[str, str] = {}
+    start, num_rows, vocab_size = None, 0, call.config.true_vocab_size
     if error is None:
-        shard = Shard(call.vocab_start, call.weight.shape[0])
+        start, num_rows = call.vocab_start, call.weight.shape[0]
         same = must_agree(call) | {name: str(value) for name, value in (more or {}).items()}
-    settled = compare(comm.group, same, of_rank or {}, shard, call.config.true_vocab_size, error)
+    settled = compare(comm.group, same, of_rank or {}, start, num_rows, vocab_size, error)
     if call.config.debug_checks:
         others = call.other_targets
         per_token = {name: getattr(call, name) for name in ("labels", "token_weights", "temperature")}

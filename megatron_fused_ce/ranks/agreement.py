@@ -47,13 +47,6 @@ class RankDisagreement(ValueError):
     """The ranks of the tensor-parallel group were called with inputs that do not fit each other."""
 
 
-class Shard(NamedTuple):
-    """A rank's rows of the vocabulary."""
-
-    start: int | None  # the first one's global id, if the caller gave it
-    num_rows: int
-
-
 class Settled(NamedTuple):
     """The values that the ranks of a group agreed on for one head."""
 
@@ -157,7 +150,8 @@ def compare(
     group: dist.ProcessGroup,
     same: dict[str, str],
     of_rank: dict[str, int],
-    shard: Shard,
+    vocab_start: int | None,
+    num_rows: int,
     true_vocab_size: int | None,
     error: Exception | None,
 ) -> Settled:
@@ -172,7 +166,8 @@ def compare(
     Args:
         same: texts of all that must be equal on every rank, by name.
         of_rank: numbers that may differ; the largest must be safe for all ranks.
-        shard: this rank's rows; those of two ranks must not overlap.
+        vocab_start: first global id of this rank's rows, if the caller gave it; those of two ranks must not
+            overlap.
         true_vocab_size: number of real tokens in the whole vocabulary, if the caller gave it.
         error: found by this rank's own checks. All other arguments are then ignored, except the names in
             ``of_rank``.
@@ -183,8 +178,8 @@ def compare(
     """
     size = dist.get_world_size(group)
     digest = int.from_bytes(hashlib.blake2b(repr(same).encode(), digest_size=7).digest())
-    start = -1 if shard.start is None else shard.start
-    mine = [int(error is not None), digest, start, shard.num_rows, *of_rank.values()]
+    start = -1 if vocab_start is None else vocab_start
+    mine = [int(error is not None), digest, start, num_rows, *of_rank.values()]
     sent = torch.tensor(mine, dtype=torch.int64, device=collective_device(group))
     received = sent.new_empty(size * len(mine))
     _all_gather(received, sent, group=group)
@@ -197,13 +192,13 @@ def compare(
         _raise_difference(group, same)
     check_true_vocab_size(true_vocab_size, sum(sizes))
     ranges = [(start, start + rows) for start, rows in zip(starts, sizes, strict=True)]
-    if shard.start is not None and any(left[1] > right[0] for left, right in pairwise(sorted(ranges))):
+    if vocab_start is not None and any(left[1] > right[0] for left, right in pairwise(sorted(ranges))):
         raise RankDisagreement(
             f"the vocabulary shards overlap: [start, stop) by rank is {ranges}; "
             "vocab_start must be the first global id of this rank's rows"
         )
     facts = dict(zip(of_rank, map(max, numbers), strict=True))
-    return Settled(facts, sizes, starts if shard.start is not None else ())
+    return Settled(facts, sizes, starts if vocab_start is not None else ())
 
 
 def _raise_difference(group: dist.ProcessGroup, same: dict[str, str]) -> NoReturn:
