@@ -40,7 +40,6 @@ from megatron_fused_ce.logits import (
     OrderedTargets,
     SavedChunk,
     Scores,
-    Selection,
     Targets,
     rows_torch,
 )
@@ -49,7 +48,7 @@ from megatron_fused_ce.losses.outputs import OUTPUTS
 from megatron_fused_ce.losses.statistics import TokenTerms, Upstream
 from megatron_fused_ce.losses.terms import Rows
 from megatron_fused_ce.planner.chunks import Chunk
-from megatron_fused_ce.ranks.collectives import DONE, BothWorks, Work
+from megatron_fused_ce.ranks.collectives import DONE, Work
 from megatron_fused_ce.ranks.phases import phase
 
 #: fp16 gradients are saved times a power of two that brings their bound (:meth:`Divergence._row_scale`) to
@@ -68,7 +67,7 @@ class Teacher(NamedTuple):
     weight: Tensor  # [V', H_t]
     label_weights: Tensor | None  # [parts, n] fp32, of a chunk [C]
 
-    def kept(self, kept: Selection, part: int) -> Teacher:
+    def kept(self, kept: Any, part: int) -> Teacher:
         hidden, weights = self.hidden, self.label_weights
         if hidden.dim() == 2:
             hidden = kept.take(hidden, part)
@@ -120,13 +119,15 @@ class Divergence(LogitsBackend):
     def name(self) -> str:  # type: ignore[override]
         return self.student.name
 
-    def start_sample(self, weight: Tensor, others: OrderedTargets | None) -> tuple[tuple[Any, Any], Work]:
+    def start_sample(
+        self, weight: Tensor, others: OrderedTargets | None
+    ) -> tuple[tuple[Any, Any], list[Work]]:
         """Those of both sides."""
         assert isinstance(others, Teacher)
         of_student, of_teacher = (replace(side, comm=self.comm) for side in (self.student, self.teacher))
         sample, sent = of_student.start_sample(weight, None)
         of_its, sent_beside = of_teacher.start_sample(others.weight, None)
-        return (sample, of_its), BothWorks(sent, sent_beside)
+        return (sample, of_its), sent + sent_beside
 
     def _start_teacher(self, targets: Targets) -> tuple[Tensor, Work]:
         """The teacher's hidden states ``[C, H_t]``, to be waited for.

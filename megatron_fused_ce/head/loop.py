@@ -78,7 +78,6 @@ from megatron_fused_ce.kernels.records import Merged
 from megatron_fused_ce.logits import LogitsGrad, SavedChunk, Scores, Targets
 from megatron_fused_ce.losses.statistics import Upstream
 from megatron_fused_ce.planner.chunks import Chunk
-from megatron_fused_ce.ranks.collectives import DONE
 from megatron_fused_ce.ranks.phases import phase
 
 #: ``grad_hidden`` of this rank's tokens, and what autograd gets for the weight.
@@ -190,10 +189,11 @@ def forward(
             saved.append(SavedChunk(labels, read_p if matrix is None else None, row_scale, terms))
 
     with comm.coalesced(device):
-        sample, sent = logits.start_sample(weight, targets.others) if tokens.chunks else (None, DONE)
+        sample, sent = logits.start_sample(weight, targets.others) if tokens.chunks else (None, [])
         hidden_states.start()
     hidden_states.start()
-    sent.wait()
+    for work in sent:
+        work.wait()
     waiting: deque[_UnderWay] = deque()
     for chunk in tokens.chunks:
         waiting.append(begin(chunk))

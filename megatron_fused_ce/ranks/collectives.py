@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, Protocol, cast
 from weakref import ref
 
 import torch
@@ -48,17 +48,6 @@ class _Done:
 
 
 DONE: Work = _Done()
-
-
-class BothWorks(NamedTuple):
-    """Two running collectives as one."""
-
-    first: Work
-    second: Work
-
-    def wait(self) -> None:
-        self.first.wait()
-        self.second.wait()
 
 
 # torch 2.13 renamed these and warns if the old names are used.
