@@ -88,7 +88,7 @@ def plugin_head(
     config = replace(training.fused_ce, strategy=strategy)
     if memory_mb is not None:
         config = replace(config, memory_mb=memory_mb)
-    # As logits.choose.why_not_scaled_exp says it of tensors.
+    # As logits.choose says it of tensors.
     exp = (
         exp_serves
         and config.logits_backend != "gemm_rows"
