@@ -175,7 +175,12 @@ def _make(call: Call, history: GroupHistory) -> Spec:
     head = HeadOfGroup(call.head, settled.shard_sizes, call.weight.shape[1])
     plan = _plan(call, comm, settled, logits, head in history.broken)
     comm = replace(comm, beside=plan.count > 1)
-    logit_scale, softcap = _at_temperature(call)
+    logit_scale, softcap = call.config.logit_scale, call.config.logit_softcap
+    if not isinstance(call.temperature, Tensor):
+        # A temperature that all tokens share divides logits after the softcap, and cap * tanh(z / cap) / t is
+        # z / t with the softcap cap / t.
+        logit_scale = logit_scale / call.temperature
+        softcap = None if softcap is None else softcap / call.temperature
     outputs = _outputs(call, comm, settled, vocab_start, softcap, logits.saves_logits)
     logits = others.backend(call, replace(logits, outputs=outputs, logit_scale=logit_scale, comm=comm))
     grad_hidden = torch.is_grad_enabled() and call.hidden.requires_grad
@@ -229,18 +234,6 @@ def _outputs(
         equal_to_loss=call.other_targets.equal_to_loss,
         num_classes=_num_classes(call, comm, settled),
     )
-
-
-def _at_temperature(call: Call) -> tuple[float, float | None]:
-    """Scale and softcap of the logits, both divided by a temperature that all tokens share.
-
-    The temperature divides logits after the softcap, and ``cap * tanh(z / cap) / t`` is ``z / t`` with the
-    softcap ``cap / t``.
-    """
-    scale, cap = call.config.logit_scale, call.config.logit_softcap
-    if isinstance(call.temperature, Tensor):
-        return scale, cap
-    return scale / call.temperature, None if cap is None else cap / call.temperature
 
 
 def _found_here(call: Call) -> tuple[dict[str, int], str]:
