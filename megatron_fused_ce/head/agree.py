@@ -26,7 +26,9 @@ def must_agree(call: Call) -> dict[str, str]:
     Raises:
         TypeError: a value cannot be compared. Also raised over one rank, before anybody tries two.
     """
-    words = {"grad mode": _grad_mode(call)}
+    requires_grad = call.hidden.requires_grad or call.weight.requires_grad
+    grad_mode = "on" if torch.is_grad_enabled() else "off"
+    words = {"grad mode": grad_mode if requires_grad else "no operand requires a gradient"}
     words |= {name: _in_words(getattr(call, name)) for name in AGREED}
     words["labels or teacher"] = _in_words(call.other_targets)
     words["terms"] = ", ".join(f"{name} {term.in_words()}" for name, term in call.terms)
@@ -34,12 +36,6 @@ def must_agree(call: Call) -> dict[str, str]:
     words["weight"] = _in_words(rows_differ)
     words["vocab_start given"] = str(call.vocab_start is not None)
     return words | {name: in_words(value) for name, value in vars(call.config).items()}
-
-
-def _grad_mode(call: Call) -> str:
-    if not (call.hidden.requires_grad or call.weight.requires_grad):
-        return "no operand requires a gradient"
-    return "on" if torch.is_grad_enabled() else "off"
 
 
 def _in_words(value: Any) -> str:

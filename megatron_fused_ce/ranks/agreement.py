@@ -7,7 +7,7 @@ import threading
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -186,10 +186,26 @@ def compare(
     table = received.view(size, len(mine)).tolist()
 
     if any(row[0] for row in table):
-        _raise_everywhere(group, error)
+        words: list[str | None] = [None] * size
+        dist.all_gather_object(words, str(error) if error is not None else None, group=group)
+        if error is not None:
+            raise error
+        told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(words) if text)
+        raise RankDisagreement(f"bad input on another rank of the tensor-parallel group: {told}")
     _, digests, starts, sizes, *numbers = zip(*table, strict=True)
     if len(set(digests)) > 1:
-        _raise_difference(group, same)
+        of_ranks: list[dict[str, str]] = [{} for _ in range(size)]
+        dist.all_gather_object(of_ranks, same, group=group)
+        for name in same:
+            seen = [of_rank.get(name, "nothing") for of_rank in of_ranks]
+            if len(set(seen)) > 1:
+                raise RankDisagreement(
+                    f"the ranks of the tensor-parallel group disagree on {name}: {'; '.join(seen)} (by rank)"
+                    "; call the head with the same shapes and options on every rank"
+                )
+        raise RankDisagreement(
+            "the ranks of the tensor-parallel group run different versions of this package"
+        )
     check_true_vocab_size(true_vocab_size, sum(sizes))
     ranges = [(start, start + rows) for start, rows in zip(starts, sizes, strict=True)]
     if vocab_start is not None and any(left[1] > right[0] for left, right in pairwise(sorted(ranges))):
@@ -199,27 +215,3 @@ def compare(
         )
     facts = dict(zip(of_rank, map(max, numbers), strict=True))
     return Settled(facts, sizes, starts if vocab_start is not None else ())
-
-
-def _raise_difference(group: dist.ProcessGroup, same: dict[str, str]) -> NoReturn:
-    """Raise on every rank, and name the first text that differs. Collectives: one all-gather of the texts."""
-    of_ranks: list[dict[str, str]] = [{} for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(of_ranks, same, group=group)
-    for name in same:
-        seen = [of_rank.get(name, "nothing") for of_rank in of_ranks]
-        if len(set(seen)) > 1:
-            raise RankDisagreement(
-                f"the ranks of the tensor-parallel group disagree on {name}: {'; '.join(seen)} (by rank); "
-                "call the head with the same shapes and options on every rank"
-            )
-    raise RankDisagreement("the ranks of the tensor-parallel group run different versions of this package")
-
-
-def _raise_everywhere(group: dist.ProcessGroup, error: Exception | None) -> NoReturn:
-    """Raise this rank's error, or the messages of other ranks. Collectives: one all-gather of messages."""
-    words: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(words, str(error) if error is not None else None, group=group)
-    if error is not None:
-        raise error
-    told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(words) if text)
-    raise RankDisagreement(f"bad input on another rank of the tensor-parallel group: {told}")
