@@ -69,13 +69,6 @@ class _OnSideStream:
         self._held = ()
 
 
-def _coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether the group's backend can launch several collectives as one. NCCL can; gloo cannot."""
-    backend = group._get_backend(device)
-    # torch before 2.7 may not have the property.
-    return bool(getattr(backend, "supports_coalescing", backend.name() == "nccl"))
-
-
 class _SideStream:
     """The stream of one device on which collectives run, beside the GEMMs of the current stream."""
 
@@ -100,7 +93,10 @@ class _SideStream:
     @contextmanager
     def coalesced(self, group: Any) -> Iterator[None]:
         """Launch the collectives that are started inside as one, at the end."""
-        if self._together is not None or not _coalesces(group, self.device):
+        backend = group._get_backend(self.device)
+        # NCCL can do so, gloo cannot. torch before 2.7 may not have the property.
+        coalesces = getattr(backend, "supports_coalescing", backend.name() == "nccl")
+        if self._together is not None or not coalesces:
             yield
             return
         group._start_coalescing(self.device)
