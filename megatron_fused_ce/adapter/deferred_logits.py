@@ -347,22 +347,16 @@ class DeferredLogits:
 
     def __getitem__(self, index: Any) -> Any:
         """``[:, some positions]`` of logits ``[b, s, V]`` for the caller; else real logits."""
-        which = self._positions_of(index)
-        if which is None:
+        batched = self.for_caller and self._batch_first and not self._squeezed
+        parts = index if isinstance(index, tuple) and len(index) in (2, 3) else ()
+        slices = batched and parts and all(isinstance(part, slice) for part in parts)
+        whole = slices and all(part == slice(None) for part in (parts[0], *parts[2:]))
+        if not whole or (parts[1].step or 1) < 0:
             return self.materialise()[real(index)]
+        which: slice = parts[1]
         left = self._positions[which]
         shape = torch.Size((self.shape[0], len(left), self.shape[2]))
         return self._after(operator.itemgetter(index), shape=shape, _positions=left)
-
-    def _positions_of(self, index: Any) -> slice | None:
-        """The slice of positions that ``index`` takes, if it does nothing else."""
-        batched = self.for_caller and self._batch_first and not self._squeezed
-        parts = index if isinstance(index, tuple) and len(index) in (2, 3) else ()
-        if not (batched and parts and all(isinstance(part, slice) for part in parts)):
-            return None
-        which: slice = parts[1]
-        whole = all(part == slice(None) for part in (parts[0], *parts[2:]))
-        return which if whole and (which.step or 1) > 0 else None
 
     def max(self, *args: Any, **kwargs: Any) -> Any:
         """``max(dim=-1)`` as Megatron's acceptance counts call it; else real logits."""
