@@ -139,12 +139,23 @@ def divergences(
 def _call(
     layer: Any, hidden: Tensor, weight: Tensor, config: FusedCEConfig, labels: Tensor, weights: TokenWeights
 ) -> Call:
-    """The head's call, with all that follows from the layer and the token weights."""
+    """The head's call, with all that follows from the layer and the token weights.
+
+    Without the weights ``grad_in_forward`` is strategy ``auto``.
+    """
+    if config.strategy == "grad_in_forward" and weights.values is None:
+        if torch.is_grad_enabled():
+            say.once(
+                layer.tp_group,
+                "strategy auto instead of grad_in_forward for a head whose token weights are not known in "
+                f"the forward: {weights.unknown}",
+            )
+        config = replace(config, strategy="auto")
     return Call(
         hidden,
         weight,
         labels,
-        config=_for_weights(layer, config, weights),
+        config=config,
         tp_group=layer.tp_group,
         sequence_parallel=layer.sequence_parallel,
         token_weights=weights.values,
@@ -173,16 +184,3 @@ def _head_of(layer: Any, loss: str = "") -> Head:
         tell = partial(say.in_each_replica, layer.tp_group)  # not the layer, which would keep it alive
         heads[loss] = Head(f"{loss}the head of {layer.fused_ce_model}", say=tell)
     return heads[loss]
-
-
-def _for_weights(layer: Any, config: FusedCEConfig, token_weights: TokenWeights) -> FusedCEConfig:
-    """``config``, with strategy ``auto`` for a ``grad_in_forward`` whose token weights are not known."""
-    if config.strategy != "grad_in_forward" or token_weights.values is not None:
-        return config
-    if torch.is_grad_enabled():
-        say.once(
-            layer.tp_group,
-            "strategy auto instead of grad_in_forward for a head whose token weights are not known in "
-            f"the forward: {token_weights.unknown}",
-        )
-    return replace(config, strategy="auto")
