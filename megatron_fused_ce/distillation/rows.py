@@ -151,7 +151,8 @@ class Divergence(LogitsBackend):
         of_labels = Targets(targets.labels)
         sides = [self._side(self.student, hidden, weight, of_labels, sample[0], self._in_precision(out))]
         gathered.wait()
-        teacher_out = self._teacher_buffer(teacher_hidden, teacher.weight)
+        shape = len(teacher_hidden), len(teacher.weight)
+        teacher_out = teacher_hidden.new_empty(shape, dtype=self.teacher.logits_dtype)
         sides.append(
             self._side(self.teacher, teacher_hidden, teacher.weight, of_labels, sample[1], teacher_out)
         )
@@ -203,11 +204,6 @@ class Divergence(LogitsBackend):
         """A buffer of the same size in the dtype of the logits."""
         dtype = self.student.logits_dtype
         return out if dtype in (None, out.dtype) else torch.empty_like(out, dtype=dtype)
-
-    def _teacher_buffer(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """``[C, V']`` for its logits."""
-        dtype = self.teacher.logits_dtype or hidden.dtype
-        return hidden.new_empty(len(hidden), len(weight), dtype=dtype)
 
     @property
     def _labels_apart(self) -> bool:
@@ -364,7 +360,8 @@ class Divergence(LogitsBackend):
         student_out, teacher_weight = self._in_precision(logits), _teacher(targets).weight
         self._logits_again(self.student, hidden, weight, student_out)
         gathered.wait()
-        teacher_out = self._teacher_buffer(teacher_hidden, teacher_weight)
+        shape = len(teacher_hidden), len(teacher_weight)
+        teacher_out = teacher_hidden.new_empty(shape, dtype=self.teacher.logits_dtype)
         self._logits_again(self.teacher, teacher_hidden, teacher_weight, teacher_out)
         of_token = Terms.of(terms)
         both = student_out, teacher_out

@@ -122,7 +122,12 @@ def fused_linear_topk(
         # Blocks of about sqrt(V / K) columns: then there are few blocks, and few columns in K of them.
         block = 1 << min(8, max(3, (real // k).bit_length() // 2))
         num_blocks = -(-max(rows, k) // block)
-        cut = _cut_of(config, num_tokens, parts, 4 * max(sizes))
+        if config.num_chunks is not None:
+            cut = Cut.into(num_tokens, config.num_chunks)
+        else:  # the same on every rank
+            fit = (CHUNK_BYTES if config.memory_mb is None else config.memory_mb << 20) // (4 * max(sizes))
+            fit = fit - fit % 128 if fit >= 128 else max(fit, 1)
+            cut = Cut.of_length(num_tokens, max(1, (config.chunk_tokens or fit) // parts))
         buffer = mask.new_empty((parts * cut.longest, num_blocks * block))
         index = torch.arange(num_blocks * block + parts, device=mask.device)
         for of_chunk in (slice(chunk.start, chunk.stop) for chunk in cut.chunks):
@@ -167,15 +172,6 @@ def _shards(
     if any(left[1] != right[0] for left, right in pairwise(ranges)):
         raise ValueError(f"the vocabulary shards leave gaps: [start, stop) is {ranges}; expected none")
     return starts, sizes, call.config.true_vocab_size or ranges[-1][1]
-
-
-def _cut_of(config: FusedCEConfig, num_tokens: int, num_parts: int, token_bytes: int) -> Cut:
-    """Cut ``num_tokens`` of each part into chunks, the same on every rank; a token takes ``token_bytes``."""
-    if config.num_chunks is not None:
-        return Cut.into(num_tokens, config.num_chunks)
-    fit = (CHUNK_BYTES if config.memory_mb is None else config.memory_mb << 20) // token_bytes
-    fit = fit - fit % 128 if fit >= 128 else max(fit, 1)
-    return Cut.of_length(num_tokens, max(1, (config.chunk_tokens or fit) // num_parts))
 
 
 def _largest_here(
