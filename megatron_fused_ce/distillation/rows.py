@@ -25,10 +25,9 @@ import torch
 from torch import Tensor
 
 from megatron_fused_ce.distillation import rows_torch as divergence_torch
-from megatron_fused_ce.distillation.statistics import Scales, Terms, filled, put_label_logits, terms_of, tops
+from megatron_fused_ce.distillation.statistics import Scales, Terms, put_label_logits, terms_of, tops
 from megatron_fused_ce.kernels.records import (
     NO_EXTRA,
-    ExtraStatistics,
     LabelTerm,
     Merged,
     RowStatistics,
@@ -43,7 +42,7 @@ from megatron_fused_ce.logits import (
     Targets,
     rows_torch,
 )
-from megatron_fused_ce.logits.gemm_rows import gemm_then_rows, write_logits
+from megatron_fused_ce.logits.gemm_rows import gemm_then_rows
 from megatron_fused_ce.losses.outputs import OUTPUTS
 from megatron_fused_ce.losses.statistics import TokenTerms, Upstream
 from megatron_fused_ce.losses.terms import Rows
@@ -164,8 +163,7 @@ class Divergence(LogitsBackend):
                     for (logits, _), side in zip(sides, (self.student, self.teacher), strict=True)
                 ]
         with phase("statistics"):
-            of_tops = tops(sides, self._scales)
-            extra = ExtraStatistics(*(None if of[0] is None else filled(of, every) for of in of_tops))
+            extra = tops(sides, self._scales, len(every) - len(sides))
         shard = torch.cat([stats.shard for stats in every], dim=1)
         return Scores(RowStatistics(shard, extra=extra), beside=(sides[0][0], sides[1][0]))
 
@@ -181,16 +179,6 @@ class Divergence(LogitsBackend):
         if self.with_labels and self.saves_logits:
             put_label_logits(out, targets, side.logit_scale, stats)
         return out, stats
-
-    def _logits_again(self, side: LogitsBackend, hidden: Tensor, weight: Tensor, out: Tensor) -> None:
-        """The forward's to the bit, by its GEMM: one unit in the last place of the bf16 logit of a class that
-        a side is sure of would be an error of 1/8 in a gradient of 0."""
-        if not self.saves_logits:
-            return write_logits(hidden, weight, out)
-        from megatron_fused_ce.logits.scaled_exp import ScaledExp
-
-        assert isinstance(side, ScaledExp)
-        return side.write_logits(hidden, weight, out)
 
     def _at_temperature_1(self, logits: Tensor, side: LogitsBackend, targets: Targets) -> RowStatistics:
         t, cap = self.temperature, side.outputs.softcap
@@ -358,11 +346,13 @@ class Divergence(LogitsBackend):
         """Collectives: those of :meth:`_start_teacher`, under the student's GEMM."""
         teacher_hidden, gathered = self._start_teacher(targets)
         student_out, teacher_weight = self._in_precision(logits), _teacher(targets).weight
-        self._logits_again(self.student, hidden, weight, student_out)
+        # The forward's to the bit: one unit in the last place of the bf16 logit of a class that a side is
+        # sure of would be an error of 1/8 in a gradient of 0.
+        self.student.write_logits(hidden, weight, student_out)
         gathered.wait()
         shape = len(teacher_hidden), len(teacher_weight)
         teacher_out = teacher_hidden.new_empty(shape, dtype=self.teacher.logits_dtype)
-        self._logits_again(self.teacher, teacher_hidden, teacher_weight, teacher_out)
+        self.teacher.write_logits(teacher_hidden, teacher_weight, teacher_out)
         of_token = Terms.of(terms)
         both = student_out, teacher_out
         student, teacher = self._sides(both, of_token)

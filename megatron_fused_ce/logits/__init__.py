@@ -143,6 +143,10 @@ class LogitsBackend:
         """``hidden @ weight.T`` into ``out``, as logits or ``E``, and the statistics of its rows."""
         raise NotImplementedError
 
+    def write_logits(self, hidden: Tensor, weight: Tensor, out: Tensor) -> None:
+        """Logits as :meth:`logits_gemm` saves them, to the bit, without statistics."""
+        raise NotImplementedError
+
     def settle(
         self,
         scores: Scores,

@@ -81,7 +81,6 @@ class ScaledExp(LogitsBackend):
         return Scores(stats, tiles, row_scale)
 
     def write_logits(self, hidden: Tensor, weight: Tensor, out: Tensor) -> None:
-        """Logits as :meth:`logits_gemm` saves them, to the bit, without statistics."""
         nowhere = torch.full(hidden.shape[:1], -1, dtype=torch.int64, device=hidden.device)
         no_shift = torch.zeros_like(nowhere, dtype=torch.float32)
         table = scaled_exp_rows.tile_table(nowhere, weight.shape[0])
