@@ -36,12 +36,11 @@ MAX_SPECS = 512
 
 #: Fields of a call that its spec depends on: of tensors shape, stride, dtype, device and requires_grad, of
 #: options the value.
-TENSORS = ("hidden", "weight", "labels", "token_weights", "temperature")
-OPTIONS = (
+_tensors_of = attrgetter("hidden", "weight", "labels", "token_weights", "temperature")
+_options_of = attrgetter(
     *("sequence_parallel", "vocab_start", "config", "outputs", "differentiable", "terms", "zero_unknown"),
     *("reduce_grad_hidden", "with_argmax", "uses_in_flight", "may_store", "head"),
 )
-_tensors_of, _options_of = attrgetter(*TENSORS), attrgetter(*OPTIONS)
 
 
 class Spec(NamedTuple):
