@@ -163,7 +163,9 @@ def _make(call: Call, history: GroupHistory) -> Spec:
         settled = earlier or Settled(facts, (call.weight.shape[0],))
         if comm.size == 1:
             check_true_vocab_size(call.config.true_vocab_size, call.weight.shape[0])
-    others, vocab_start = call.other_targets, _vocab_start(call, comm, settled)
+    others, vocab_start = call.other_targets, call.vocab_start or 0
+    if call.vocab_start is None and comm.size > 1:
+        vocab_start = sum(_all_sizes(comm, settled, "vocab_start")[: comm.rank])
     others.check_shards(call, vocab_start, comm, compares)
     if compares:
         history.remember(key, settled)
@@ -220,8 +222,11 @@ def _outputs(
     if config.true_vocab_size is not None:
         real_columns = min(max(config.true_vocab_size - vocab_start, 0), num_rows)
         valid_columns = torch.full((1,), real_columns, dtype=torch.int64, device=call.hidden.device)
+    loss, num_classes = _loss_of(call), config.true_vocab_size or 0
+    if not num_classes and (call.terms or "logit_sum" in loss.needs):
+        num_classes = sum(_all_sizes(comm, settled, "config.true_vocab_size"))
     return Outputs.of(
-        _loss_of(call),
+        loss,
         (*call.outputs, *(OF_SHARD if call.with_argmax else ())),
         dict(call.terms),
         call.zero_unknown,
@@ -231,7 +236,7 @@ def _outputs(
         rounded=config.logit_precision == "activations" or saves_logits,
         differentiable=call.differentiable,
         equal_to_loss=call.other_targets.equal_to_loss,
-        num_classes=_num_classes(call, comm, settled),
+        num_classes=num_classes,
     )
 
 
@@ -324,22 +329,6 @@ def _plan(
         **call.other_targets.in_plan(),
     )
     return planner.plan(inputs)
-
-
-def _vocab_start(call: Call, comm: VocabParallel, settled: Settled) -> int:
-    """First global id of this rank's rows."""
-    if call.vocab_start is not None or comm.size == 1:
-        return call.vocab_start or 0
-    return sum(_all_sizes(comm, settled, "vocab_start")[: comm.rank])
-
-
-def _num_classes(call: Call, comm: VocabParallel, settled: Settled) -> int:
-    """Number of classes in the whole vocabulary; 0 if no term reads it."""
-    if call.config.true_vocab_size is not None:
-        return call.config.true_vocab_size
-    if not (call.terms or "logit_sum" in _loss_of(call).needs):
-        return 0
-    return sum(_all_sizes(comm, settled, "config.true_vocab_size"))
 
 
 def _loss_of(call: Call) -> Term:
