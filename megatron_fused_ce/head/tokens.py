@@ -12,6 +12,7 @@ is missing: it raises (:func:`refuse_lost`), or makes the gradients NaN if that 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from megatron_fused_ce.head.host_copy import HostCopy
 from megatron_fused_ce.losses.statistics import Upstream
-from megatron_fused_ce.planner.chunks import Chunk, first_tokens
+from megatron_fused_ce.planner.chunks import Chunk
 from megatron_fused_ce.ranks.collectives import largest_over_ranks
 
 
@@ -49,8 +50,9 @@ class Tokens(NamedTuple):
         return matrix if stop - start == len(matrix) else matrix[start:stop]  # a slice takes host time
 
     def first(self, num: int) -> Tokens:
-        """The first ``num`` tokens of each part, in the same buffers."""
-        return self._replace(chunks=first_tokens(self.chunks, num))
+        """The first ``num`` tokens of each part, in the same buffers; the last chunk is shortened."""
+        leading = (chunk for chunk in self.chunks if chunk.start < num)
+        return self._replace(chunks=tuple(replace(chunk, stop=min(chunk.stop, num)) for chunk in leading))
 
     def own_part(self, per_token: Tensor) -> Tensor:
         """This rank's entries of a tensor ``[C]`` of one chunk."""
