@@ -56,20 +56,18 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Counters": "adapter.switch",
-    "counters": "adapter.switch",
-    "disable": "adapter.switch",
-    "enable": "adapter.switch",
-    "output_processor": "adapter.output_processor",
-    "FusedCEConfig": "config",
-    "DistillationOutputs": "distillation.loss",
-    "fused_linear_distillation": "distillation.loss",
-    "fused_linear_cross_entropy": "ops.cross_entropy",
-    "fused_linear_token_outputs": "ops.cross_entropy",
-    "fused_linear_loss": "ops.terms",
-    "fused_linear_topk_distillation": "ops.labels",
-    "fused_linear_topk": "ops.topk",
-    "TokenOutputs": "ops.cross_entropy",
+    name: home
+    for home, names in (
+        ("adapter.switch", "Counters counters disable enable"),
+        ("adapter.output_processor", "output_processor"),
+        ("config", "FusedCEConfig"),
+        ("distillation.loss", "DistillationOutputs fused_linear_distillation"),
+        ("ops.cross_entropy", "TokenOutputs fused_linear_cross_entropy fused_linear_token_outputs"),
+        ("ops.labels", "fused_linear_topk_distillation"),
+        ("ops.terms", "fused_linear_loss"),
+        ("ops.topk", "fused_linear_topk"),
+    )
+    for name in names.split()
 }
 
 

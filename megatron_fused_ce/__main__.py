@@ -1,15 +1,4 @@
-"""``python -m megatron_fused_ce``: every command that a user runs.
-
-::
-
-    python -m megatron_fused_ce plan        # memory of a whole training, with and without the flag
-    python -m megatron_fused_ce plan-head   # strategy and chunks of one head
-    python -m megatron_fused_ce compare     # is it the same training?
-    python -m megatron_fused_ce memory      # where did the memory go?
-    python -m megatron_fused_ce sweep       # how many chunks?
-    python -m megatron_fused_ce selfcheck   # is it right and fast on this machine?
-    python -m megatron_fused_ce autoload    # lets every launch of this environment know the flag
-"""
+"""``python -m megatron_fused_ce COMMAND``: every command that a user runs, of :data:`COMMANDS`."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from functools import wraps
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_fused_ce.adapter import forms
 from megatron_fused_ce.cli.command_line import BILLION, number, whole
@@ -39,50 +39,45 @@ def _digest(text: str) -> str:
     return text
 
 
-class Option(NamedTuple):
-    """A flag: a field of :class:`FusedCEConfig`, whose default it has, or a name beside those."""
-
-    name: str
-    how: dict[str, Any]  # of add_argument
-    help: str
-
-
-_COMMON = (
-    Option("memory_mb", {"type": whole(), "metavar": "M"},
+#: Of each flag the name, of a field of :class:`FusedCEConfig`, whose default it has, or one beside those;
+#: what ``add_argument`` takes; its help.
+_Options = tuple[tuple[str, dict[str, Any], str], ...]
+_COMMON: _Options = (
+    ("memory_mb", {"type": whole(), "metavar": "M"},
         "memory budget of the head in MiB, beside its inputs and gradients "
         "(default: what grad_in_forward needs)"),
 )  # fmt: skip
-_ADVANCED = (
-    Option("strategy", {"choices": STRATEGY_CHOICES},
+_ADVANCED: _Options = (
+    ("strategy", {"choices": STRATEGY_CHOICES},
         "store: keep the logits in bf16 (or fp16, fp32) for the backward; grad_in_forward: compute the "
         "gradients in the forward, and again for a loss that is no scalar times sum(losses * loss_mask); "
         "recompute: compute the logits again in the backward, within a small budget; auto (default): the "
         "fastest that fits the memory budget"),
-    Option("num_chunks", {"type": whole(), "metavar": "N"},
+    ("num_chunks", {"type": whole(), "metavar": "N"},
         "split the tokens of a micro-batch into N equal chunks (default: chosen by a planner; "
         "python -m megatron_fused_ce plan-head shows its choice)"),
-    Option("label_smoothing", {"type": _share, "metavar": "A"},
+    ("label_smoothing", {"type": _share, "metavar": "A"},
         "label smoothing over the whole vocabulary, for any tensor-parallel size"),
-    Option("z_loss", {"type": number(), "metavar": "Z"},
+    ("z_loss", {"type": number(), "metavar": "Z"},
         "add Z * logsumexp(logits)**2 to the loss of each token"),
-    Option("logit_softcap", {"type": number(above=True), "metavar": "CAP"},
+    ("logit_softcap", {"type": number(above=True), "metavar": "CAP"},
         "replace the logits by CAP * tanh(logits / CAP), as in Gemma 2"),
-    Option("ignore_index", {"type": _label, "metavar": "ID"},
+    ("ignore_index", {"type": _label, "metavar": "ID"},
         "label of tokens with loss 0 and no gradient (PyTorch's default is -100; here: none)"),
-    Option("mask_padded_vocab", {"action": "store_true"},
+    ("mask_padded_vocab", {"action": "store_true"},
         "leave the padding of the vocabulary out of the softmax (stock Megatron includes it)"),
-    Option("skip_masked", {"action": "store_true"}, "skip the GEMMs of tokens whose loss_mask is 0"),
-    Option("merge", {"choices": MERGE_CHOICES},
+    ("skip_masked", {"action": "store_true"}, "skip the GEMMs of tokens whose loss_mask is 0"),
+    ("merge", {"choices": MERGE_CHOICES},
         "collectives that combine the tokens' statistics over tensor-parallel ranks: packed: one "
         "all-gather; all_reduce: a MAX and a SUM all-reduce; auto (default): packed"),
-    Option("logit_precision", {"choices": LOGIT_PRECISION_CHOICES},
+    ("logit_precision", {"choices": LOGIT_PRECISION_CHOICES},
         "activations: round the logits to the activations' dtype, as Megatron's output layer does; "
         "fp32: do not, as with --output-logit-dtype fp32; auto (default): fp32 with the scaled-exp GEMM, "
         "rounded elsewhere"),
-    Option("debug_checks", {"action": "store_true"},
+    ("debug_checks", {"action": "store_true"},
         "compare shapes, options and the numbers of labels, token weights and temperatures over the "
         "tensor-parallel ranks on every call, not only shapes and options on the first"),
-    Option("trust", {"type": _digest, "nargs": "+", "metavar": "DIGEST"},
+    ("trust", {"type": _digest, "nargs": "+", "metavar": "DIGEST"},
         "stand in for functions that are not known, with these digests, which the log names: the head "
         "computes what Megatron's own do"),
 )  # fmt: skip
@@ -188,11 +183,6 @@ def _true_vocab_size() -> int:
             "megatron_fused_ce.enable()"
         )
     return size
-
-
-def trusted(args: Any) -> frozenset[str]:
-    """Digests that parsed arguments vouch for."""
-    return frozenset(getattr(args, "fused_ce_trust", None) or ())
 
 
 def flag_given() -> bool:

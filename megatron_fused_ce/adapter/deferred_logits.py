@@ -114,25 +114,25 @@ class DeferredLogits:
             config = replace(config, logit_softcap=self.call.softcap * abs(scale))
         return config if scale == config.logit_scale else replace(config, logit_scale=scale)
 
-    def _ask(self, request: requests.Request) -> requests.Answer:
+    def _ask(self, request: requests.Request, *given: Any) -> requests.Answer:
         """The answer to a request: an evaluation without logits, with a gradient as from real ones."""
         with self._grad_mode():
-            answer = self.call.ask(request)
+            answer = self.call.ask(request, self.config, *given)
         counters().fused += 1
         return answer
 
     def loss(self, labels: Tensor, token_weights: TokenWeights) -> Tensor:
         """Losses ``[b, s]`` of labels ``[b, s]``."""
-        loss, self._top = self._ask(requests.LossRequest(self.config, labels, token_weights))
+        loss, self._top = self._ask(requests.losses, labels, token_weights)
         return loss
 
     def divergence(self, teacher: DeferredLogits, kind: str, temperature: float) -> Tensor:
         """Divergences fp32 ``[b, s]`` from the softmax of ``teacher``, another model's logits for the same
         tokens; whole on every rank."""
         with self._grad_mode():
-            _, given = teacher.call.ask(requests.TeacherRequest(teacher.config, kind))
-        config, weights = self.config, self.call.token_weights
-        return self._ask(requests.DivergenceRequest(config, self._batch, given, temperature, weights))[0]
+            _, given = teacher.call.ask(requests.teacher, teacher.config, kind)
+        weights = self.call.token_weights
+        return self._ask(requests.divergences, self._batch, given, temperature, weights)[0]
 
     def log_probs(
         self,
@@ -168,7 +168,7 @@ class DeferredLogits:
 
         # What is sliced off gets the upstream gradient 0.
         active = None if active_mask is None else everywhere(active_mask)
-        made = self._ask(requests.LogProbsRequest(self.config, everywhere(labels), entropy, active))
+        made = self._ask(requests.log_probs, everywhere(labels), entropy, active)
         if active is None:
             self._of_all[:] = made[:1]
         with self._grad_mode():
@@ -342,27 +342,21 @@ class DeferredLogits:
             needs_grad = self._needs_grad and torch.is_grad_enabled()
             made = next((x for x in self._of_all if x.requires_grad >= needs_grad), None)
             if made is None:
-                made = self._ask(requests.ZerosRequest(self.config, self._batch))[0]
+                made = self._ask(requests.zeros, self._batch)[0]
             return (0.0 * made.sum()).to(self.dtype)
 
     def __getitem__(self, index: Any) -> Any:
         """``[:, some positions]`` of logits ``[b, s, V]`` for the caller; else real logits."""
-        which = self._positions_of(index)
-        if which is None:
+        batched = self.for_caller and self._batch_first and not self._squeezed
+        parts = index if isinstance(index, tuple) and len(index) in (2, 3) else ()
+        slices = batched and parts and all(isinstance(part, slice) for part in parts)
+        whole = slices and all(part == slice(None) for part in (parts[0], *parts[2:]))
+        if not whole or (parts[1].step or 1) < 0:
             return self.materialise()[real(index)]
+        which: slice = parts[1]
         left = self._positions[which]
         shape = torch.Size((self.shape[0], len(left), self.shape[2]))
         return self._after(operator.itemgetter(index), shape=shape, _positions=left)
-
-    def _positions_of(self, index: Any) -> slice | None:
-        """The slice of positions that ``index`` takes, if it does nothing else."""
-        batched = self.for_caller and self._batch_first and not self._squeezed
-        parts = index if isinstance(index, tuple) and len(index) in (2, 3) else ()
-        if not (batched and parts and all(isinstance(part, slice) for part in parts)):
-            return None
-        which: slice = parts[1]
-        whole = all(part == slice(None) for part in (parts[0], *parts[2:]))
-        return which if whole and (which.step or 1) > 0 else None
 
     def max(self, *args: Any, **kwargs: Any) -> Any:
         """``max(dim=-1)`` as Megatron's acceptance counts call it; else real logits."""

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from operator import attrgetter
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 from megatron_fused_ce.adapter import arguments, forms
 from megatron_fused_ce.cli import versions
@@ -90,10 +90,13 @@ def _patch(module: ModuleType) -> None:
     if getattr(module, _MARK, False):
         return
     reason = _why_not_patched(module)
-    if reason:
-        if _asked_for():
-            _refuse(reason)
+    if reason and not _asked_for():
         return
+    if reason and not arguments.flag_given():  # enable()
+        raise ImportError(reason)
+    if reason:
+        print(f"megatron_fused_ce: {reason}", file=sys.stderr, flush=True)
+        raise SystemExit(2)
     setattr(module, _MARK, True)
     module_name, function_name = TARGETS[module.__name__]
     patch: Callable[[ModuleType], None] = getattr(importlib.import_module(module_name), function_name)
@@ -137,14 +140,6 @@ def _may_be_imported(name: str) -> bool:
         return importlib.util.find_spec(name) is not None
     except ImportError:  # of a parent
         return False
-
-
-def _refuse(reason: str) -> NoReturn:
-    """Refuse: with a command line one line and status 2, with ``enable()`` an ImportError."""
-    if not arguments.flag_given():
-        raise ImportError(reason)
-    print(f"megatron_fused_ce: {reason}", file=sys.stderr, flush=True)
-    raise SystemExit(2)
 
 
 class _Finder(importlib.abc.MetaPathFinder):

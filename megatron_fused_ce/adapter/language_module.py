@@ -26,7 +26,6 @@ from megatron_fused_ce.config import FusedCEConfig
 #: The attribute of a model seen by the set-up below: the head's config, or None where it stays with Megatron.
 #: The model's own, since its output layer may be wrapped or replaced later; a copy of the model has it, too.
 ADOPTED = "fused_ce_adopted"
-_TAKES_LOGITS = "the loss of this call takes real logits"
 
 
 def patch(module: ModuleType) -> None:
@@ -58,7 +57,7 @@ def patch(module: ModuleType) -> None:
             logits = logits.materialise()
         adopted: FusedCEConfig | None = getattr(self, ADOPTED, None)
         if adopted is not None:
-            stock_path.refuse_options(adopted, _TAKES_LOGITS)
+            stock_path.refuse_options(adopted, "the loss of this call takes real logits")
         elif hasattr(self, "output_layer") and not hasattr(self, ADOPTED):
             config = active_config()
             if config is not None:

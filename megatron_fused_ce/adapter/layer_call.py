@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,13 +40,13 @@ class LayerCall:
         logits: Tensor = self._run(runtime_gather_output=self.gathered or None)[0]
         return logits
 
-    def ask(self, request: Request) -> Answer:
-        """The answer to a request, without logits."""
+    def ask(self, request: Request, *given: Any) -> Answer:
+        """The answer to a request with its own arguments ``given``, without logits."""
         asked = []
 
         def answer(layer: Any, hidden: Tensor, weight: Tensor) -> Answer:
             asked.append(layer)
-            return request.answer(layer, hidden, weight)
+            return request(layer, hidden, weight, *given)
 
         result, beside = self._run(fused_ce_answer=answer)
         if not asked:
@@ -72,31 +70,19 @@ class LayerCall:
                 "the output layer's weight or hidden states were changed in place between its call and the "
                 "first use of its logits, which the fused head computes only then: use the logits before"
             )
-        weight = None if self.layer.weight is self.weight else self.weight
-        with _requires_grad(self.weight, self._requires_grad), _nothing_kept(self.layer):
-            return self.layer.stock_call(self.hidden, weight=weight, **given)
-
-
-@contextmanager
-def _requires_grad(weight: Tensor, value: bool) -> Iterator[None]:
-    if weight.requires_grad == value or not weight.is_leaf:
-        yield
-        return
-    weight.requires_grad_(value)
-    try:
-        yield
-    finally:
-        weight.requires_grad_(not value)
-
-
-@contextmanager
-def _nothing_kept(layer: Any) -> Iterator[None]:
-    """Context in which ModelOpt's hooks on the layer keep nothing, since its call is not the model's."""
-    if not stock_path.captures_of(layer):
-        yield
-        return
-    before, layer._intermediate_output = vars(layer).get("_intermediate_output"), None
-    try:
-        yield
-    finally:
-        layer._intermediate_output = before
+        layer, weight = self.layer, self.weight
+        turned = weight.requires_grad != self._requires_grad and weight.is_leaf
+        captures = stock_path.captures_of(layer)  # keep nothing: this call is not the model's
+        before = vars(layer).get("_intermediate_output")
+        try:
+            if turned:
+                weight.requires_grad_(self._requires_grad)
+            if captures:
+                layer._intermediate_output = None
+            own = None if layer.weight is weight else weight
+            return layer.stock_call(self.hidden, weight=own, **given)
+        finally:
+            if turned:
+                weight.requires_grad_(not self._requires_grad)
+            if captures:
+                layer._intermediate_output = before

@@ -79,7 +79,9 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
             made = super().__call__(
                 input_, weight=weight, runtime_gather_output=runtime_gather_output, **kwargs
             )
-            _refuse_a_loss(made if output_cross_entropy_loss else made[0], config, reason)
+            logits = made if output_cross_entropy_loss else made[0]
+            if config.loss_options and logits.requires_grad:  # their loss would leave these options out
+                logits.register_hook(lambda _: stock_path.refuse_options(config, reason))
             return made
         assert frame is not None
         if type(self).forward is not ColumnParallelLinear.forward:
@@ -135,16 +137,6 @@ def _adopting(kind: Any) -> Any:
     if issubclass(ColumnParallelLinear, kind):
         return ColumnParallelLinear
     return type(kind.__name__, (ColumnParallelLinear, kind), {})
-
-
-def _refuse_a_loss(logits: Tensor, config: FusedCEConfig, reason: str) -> None:
-    """Let the backward of real logits raise where their loss would leave out the config's options."""
-
-    def refuse(_: Tensor) -> None:
-        stock_path.refuse_options(config, reason)
-
-    if config.loss_options and logits.requires_grad:
-        logits.register_hook(refuse)
 
 
 # --- a softcap around the layer's forward ----------------------------------------------------------

@@ -63,9 +63,11 @@ def adopted(model: Any, megatron_args: Any) -> None:
     say.once(layer.tp_group, words)
     _tell_totals(layer.tp_group)
     if getattr(megatron_args, "perform_rl_step", False):
-        # The weight's, not config.params_dtype: a YAML launch leaves that unset.
+        # Megatron turns an fp32 model into bf16 or fp16 after it is built. Else the weight's dtype, not
+        # config.params_dtype: a YAML launch leaves that unset.
         weight = model.shared_embedding_or_output_weight() if layer.weight is None else layer.weight
-        of_logits = str(getattr(layer, "output_dtype", None) or _dtype(config, weight)).removeprefix("torch.")
+        made = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else weight.dtype
+        of_logits = str(getattr(layer, "output_dtype", None) or made).removeprefix("torch.")
         say.once(
             layer.tp_group,
             f"get_logprobs makes no logits; its log-probabilities are {of_logits} on every pipeline "
@@ -90,9 +92,17 @@ def evaluation_once(layer: Any, hidden: Tensor, ran: Plan, why_not_exp: str) -> 
     config: FusedCEConfig = layer.fused_ce_config
     tokens = hidden.shape[0] * hidden.shape[1] * (layer.tp_group.size() if layer.sequence_parallel else 1)
     by_auto = config.strategy == "auto"
+    num_logits = tokens * layer.output_size_per_partition
+    waiting = memory.STOCK_BYTES_WAITING * (getattr(layer.config, "mtp_num_layers", None) or 0)
+    in_fp32 = hidden.dtype == torch.float32
+    unfused, native = (
+        size_in_words(num_logits * (memory.stock_bytes_per_logit(loss, in_fp32) + waiting))
+        for loss in ("unfused", "native")
+    )
     words = (
         f"runs: {ran.strategy}, {ran.chunks_in_words}; the head takes about "
-        f"{size_in_words(ran.predicted_peak_bytes)}, {_stock_words(layer, tokens, hidden.dtype)}"
+        f"{size_in_words(ran.predicted_peak_bytes)}, Megatron's unfused loss {unfused}, its native one "
+        f"{native}"
     )
     notes = [ran.why if by_auto else "", WAITS_IN_WORDS if ran.waits_for_host and not by_auto else ""]
     if config.logits_backend == "gemm_rows":
@@ -113,24 +123,6 @@ def divergence_once(layer: Any, kind: str, temperature: float, ran: Plan) -> Non
         f"distillation: {kind} at temperature {temperature:g} without the logits of student and teacher: "
         f"strategy {ran.strategy}, {ran.chunks_in_words}; about {size_in_words(ran.predicted_peak_bytes)}",
     )
-
-
-def _stock_words(layer: Any, tokens: int, dtype: torch.dtype) -> str:
-    """What Megatron's own losses would hold on this rank."""
-    num_logits = tokens * layer.output_size_per_partition
-    waiting = memory.STOCK_BYTES_WAITING * (getattr(layer.config, "mtp_num_layers", None) or 0)
-    unfused, native = (
-        size_in_words(num_logits * (memory.stock_bytes_per_logit(loss, dtype == torch.float32) + waiting))
-        for loss in ("unfused", "native")
-    )
-    return f"Megatron's unfused loss {unfused}, its native one {native}"
-
-
-def _dtype(config: Any, weight: Tensor) -> torch.dtype:
-    """The hidden states' dtype: Megatron turns an fp32 model into bf16 or fp16 after it is built."""
-    if config.bf16:
-        return torch.bfloat16
-    return torch.float16 if config.fp16 else weight.dtype
 
 
 def _tell_totals(tp_group: Any) -> None:

@@ -1,15 +1,16 @@
 """What is asked of the output layer in the place of its logits: losses, log-probabilities, a divergence.
 
-The ``answer`` of a request runs as the layer's forward, inside ``nn.Module.__call__``, on the hidden states
+A request runs as the layer's forward, inside ``nn.Module.__call__``, on the hidden states
 and the weight that the layer's hooks have gathered. What it returns goes through the hooks as logits and bias
 do. FSDP's put views in the place of tensors, so only what the call returns is used.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -37,142 +38,129 @@ class MaxAndIndices(NamedTuple):
     indices: Tensor
 
 
-class Request(Protocol):
-    """What :meth:`.LayerCall.ask` takes: one of the classes below."""
-
-    def answer(self, layer: Any, hidden: Tensor, weight: Tensor) -> Answer: ...
-
-
-@dataclass(frozen=True, eq=False)
-class LossRequest:
-    """Losses ``[b, s]``; beside them :class:`MaxAndIndices`, where Megatron counts a head's right guesses."""
-
-    config: FusedCEConfig
-    labels: Tensor  # [b, s]
-    token_weights: TokenWeights
-
-    def answer(self, layer: Any, hidden: Tensor, weight: Tensor) -> Answer:
-        call = _call(layer, hidden, weight, self.labels, self.token_weights, self.config)
-        out = linear_cross_entropy(call._replace(with_argmax=layer.fused_ce_with_argmax and layer.training))
-        report.evaluation_once(layer, hidden, out.plan, out.why_not_scaled_exp)
-        if "shard_max" not in out.outputs:
-            return out.loss, None
-        return out.loss, MaxAndIndices(out.outputs["shard_max"].t(), out.outputs["shard_argmax"].t())
+#: What :meth:`.LayerCall.ask` takes: one of the public functions below, whose first arguments are layer,
+#: hidden states ``[s, b, H]``, weight and config.
+Request = Callable[..., Answer]
 
 
-@dataclass(frozen=True, eq=False)
-class LogProbsRequest:
+def losses(
+    layer: Any, hidden: Tensor, weight: Tensor, config: FusedCEConfig, labels: Tensor, weights: TokenWeights
+) -> Answer:
+    """Losses ``[b, s]`` of labels ``[b, s]``; beside them :class:`MaxAndIndices`, where Megatron counts a
+    head's right guesses."""
+    call = _call(layer, hidden, weight, config, labels, weights)
+    out = linear_cross_entropy(call._replace(with_argmax=layer.fused_ce_with_argmax and layer.training))
+    report.evaluation_once(layer, hidden, out.plan, out.why_not_scaled_exp)
+    if "shard_max" not in out.outputs:
+        return out.loss, None
+    return out.loss, MaxAndIndices(out.outputs["shard_max"].t(), out.outputs["shard_argmax"].t())
+
+
+def log_probs(
+    layer: Any,
+    hidden: Tensor,
+    weight: Tensor,
+    config: FusedCEConfig,
+    labels: Tensor,  # [b, s]
+    entropy: str,  # none, detached or differentiable
+    active: Tensor | None,  # bool [b, s], the tokens that need them; None for all
+) -> Answer:
     """Log-probabilities of labels, fp32 ``[b, s]``; beside them the entropy, or None.
 
     Raises:
         ValueError: the head has options that make another loss than the plain one.
     """
-
-    config: FusedCEConfig
-    labels: Tensor  # [b, s]
-    entropy: str = "none"  # or detached, differentiable
-    active: Tensor | None = None  # bool [b, s], the tokens that need them; None for all
-
-    def answer(self, layer: Any, hidden: Tensor, weight: Tensor) -> Answer:
-        stock_path.refuse_log_probs(layer.fused_ce_config)
-        unknown = TokenWeights(None, "the caller of log-probabilities weighs each token as it likes")
-        differentiable = self.entropy == "differentiable"
-        config = unrounded(self.config) if differentiable else self.config
-        call = _call(layer, hidden, weight, self.labels, unknown, config)._replace(
-            outputs=("entropy",) if self.entropy != "none" else (),
-            differentiable=("entropy",) if differentiable else (),
-        )
-        if self.active is not None:
-            call = _cut(call, self.active.float())
-        out = linear_cross_entropy(call)
-        report.evaluation_once(layer, hidden, out.plan, out.why_not_scaled_exp)
-        return out.loss.neg(), out.outputs.get("entropy")
+    stock_path.refuse_log_probs(layer.fused_ce_config)
+    unknown = TokenWeights(None, "the caller of log-probabilities weighs each token as it likes")
+    differentiable = entropy == "differentiable"
+    config = unrounded(config) if differentiable else config
+    call = _call(layer, hidden, weight, config, labels, unknown)._replace(
+        outputs=("entropy",) if entropy != "none" else (),
+        differentiable=("entropy",) if differentiable else (),
+    )
+    if active is not None:
+        call = _cut(call, active.float())
+    out = linear_cross_entropy(call)
+    report.evaluation_once(layer, hidden, out.plan, out.why_not_scaled_exp)
+    return out.loss.neg(), out.outputs.get("entropy")
 
 
-@dataclass(frozen=True, eq=False)
-class ZerosRequest:
-    """Losses ``[b, s]`` of label 0 that get no upstream gradient but 0 or NaN.
+def zeros(
+    layer: Any, hidden: Tensor, weight: Tensor, config: FusedCEConfig, shape: tuple[int, int]
+) -> Answer:
+    """Losses of label 0, of ``shape`` ``(b, s)``, that get no upstream gradient but 0 or NaN.
 
     They are computed without a gradient. Added to them are the zeros of a head without active tokens, whose
     backward runs no GEMM and gives zeros, or NaN for NaN.
     """
-
-    config: FusedCEConfig
-    shape: tuple[int, int]  # (b, s)
-
-    def answer(self, layer: Any, hidden: Tensor, weight: Tensor) -> Answer:
-        labels = torch.zeros(self.shape, dtype=torch.int64, device=hidden.device)
-        config = replace(self.config, strategy="recompute")
-        call = _call(layer, hidden, weight, labels, TokenWeights(None), config)
-        with torch.no_grad():
-            losses = linear_cross_entropy(call).loss
-        none = torch.zeros_like(losses)
-        return losses + linear_cross_entropy(_cut(call, none)).loss, None
+    labels = torch.zeros(shape, dtype=torch.int64, device=hidden.device)
+    config = replace(config, strategy="recompute")
+    call = _call(layer, hidden, weight, config, labels, TokenWeights(None))
+    with torch.no_grad():
+        made = linear_cross_entropy(call).loss
+    return made + linear_cross_entropy(_cut(call, torch.zeros_like(made))).loss, None
 
 
-@dataclass(frozen=True)
-class TeacherRequest:
-    """A teacher's hidden states; beside them what a student's :class:`DivergenceRequest` takes of it."""
-
-    config: FusedCEConfig
-    divergence: str
-
-    def answer(self, layer: Any, hidden: Tensor, weight: Tensor) -> Answer:
-        teacher = Distillation(
-            hidden.detach(),
-            weight.detach(),
-            label_weights=None,
-            divergence=self.divergence,
-            beta=0.5,
-            logit_scale=self.config.logit_scale,
-            logit_softcap=self.config.logit_softcap,
-            sequence_parallel=layer.sequence_parallel,
-            with_labels=False,
-        )
-        return hidden, teacher
+def teacher(layer: Any, hidden: Tensor, weight: Tensor, config: FusedCEConfig, divergence: str) -> Answer:
+    """A teacher's hidden states; beside them what a student's :func:`divergences` take of it."""
+    return hidden, Distillation(
+        hidden.detach(),
+        weight.detach(),
+        label_weights=None,
+        divergence=divergence,
+        beta=0.5,
+        logit_scale=config.logit_scale,
+        logit_softcap=config.logit_softcap,
+        sequence_parallel=layer.sequence_parallel,
+        with_labels=False,
+    )
 
 
-@dataclass(frozen=True, eq=False)
-class DivergenceRequest:
-    """Divergences ``[b, s]`` from a teacher, whole on every rank."""
-
-    config: FusedCEConfig
-    shape: tuple[int, int]  # (b, s)
-    teacher: Distillation
-    temperature: float
-    token_weights: TokenWeights
-
-    def answer(self, layer: Any, hidden: Tensor, weight: Tensor) -> Answer:
-        no_labels = torch.full(self.shape, -1, dtype=torch.int64, device=hidden.device)
-        call = _call(layer, hidden, weight, no_labels, self.token_weights, self.config)._replace(
-            other_targets=self.teacher,
-            temperature=self.temperature,
-            head=_head_of(layer, "distillation by "),
-        )
-        out = linear_cross_entropy(call)
-        report.divergence_once(layer, self.teacher.divergence, self.temperature, out.plan)
-        return out.loss, None
-
-
-def _call(
+def divergences(
     layer: Any,
     hidden: Tensor,
     weight: Tensor,
-    labels: Tensor,
-    token_weights: TokenWeights,
     config: FusedCEConfig,
+    shape: tuple[int, int],  # (b, s)
+    of_teacher: Distillation,
+    temperature: float,
+    weights: TokenWeights,
+) -> Answer:
+    """Divergences ``[b, s]`` from a teacher, whole on every rank."""
+    no_labels = torch.full(shape, -1, dtype=torch.int64, device=hidden.device)
+    call = _call(layer, hidden, weight, config, no_labels, weights)._replace(
+        other_targets=of_teacher, temperature=temperature, head=_head_of(layer, "distillation by ")
+    )
+    out = linear_cross_entropy(call)
+    report.divergence_once(layer, of_teacher.divergence, temperature, out.plan)
+    return out.loss, None
+
+
+def _call(
+    layer: Any, hidden: Tensor, weight: Tensor, config: FusedCEConfig, labels: Tensor, weights: TokenWeights
 ) -> Call:
-    """The head's call, with all that follows from the layer and the token weights."""
+    """The head's call, with all that follows from the layer and the token weights.
+
+    Without the weights ``grad_in_forward`` is strategy ``auto``.
+    """
+    if config.strategy == "grad_in_forward" and weights.values is None:
+        if torch.is_grad_enabled():
+            say.once(
+                layer.tp_group,
+                "strategy auto instead of grad_in_forward for a head whose token weights are not known in "
+                f"the forward: {weights.unknown}",
+            )
+        config = replace(config, strategy="auto")
     return Call(
         hidden,
         weight,
         labels,
-        config=_for_weights(layer, config, token_weights),
+        config=config,
         tp_group=layer.tp_group,
         sequence_parallel=layer.sequence_parallel,
-        token_weights=token_weights.values,
+        token_weights=weights.values,
         vocab_start=layer.tp_group.rank() * layer.output_size_per_partition,
-        unmasked=token_weights.unmasked(),
+        unmasked=weights.unmasked(),
         open_grad_weight=open_grad_weight_for(weight, layer.gradient_accumulation_fusion),
         uses_in_flight=1 + (getattr(layer.config, "mtp_num_layers", None) or 0),
         head=_head_of(layer),
@@ -196,16 +184,3 @@ def _head_of(layer: Any, loss: str = "") -> Head:
         tell = partial(say.in_each_replica, layer.tp_group)  # not the layer, which would keep it alive
         heads[loss] = Head(f"{loss}the head of {layer.fused_ce_model}", say=tell)
     return heads[loss]
-
-
-def _for_weights(layer: Any, config: FusedCEConfig, token_weights: TokenWeights) -> FusedCEConfig:
-    """``config``, with strategy ``auto`` for a ``grad_in_forward`` whose token weights are not known."""
-    if config.strategy != "grad_in_forward" or token_weights.values is not None:
-        return config
-    if torch.is_grad_enabled():
-        say.once(
-            layer.tp_group,
-            "strategy auto instead of grad_in_forward for a head whose token weights are not known in "
-            f"the forward: {token_weights.unknown}",
-        )
-    return replace(config, strategy="auto")

@@ -111,7 +111,7 @@ def trusted() -> frozenset[str]:
     if _enabled is not None and _enabled.config is not None:
         return _enabled.trust
     given: frozenset[str] = frozenset() if _enabled is None else _enabled.trust
-    return given | arguments.trusted(arguments.launch_args())
+    return given.union(getattr(arguments.launch_args(), "fused_ce_trust", None) or ())
 
 
 def asked_for() -> bool:

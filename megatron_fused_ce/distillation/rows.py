@@ -25,10 +25,9 @@ import torch
 from torch import Tensor
 
 from megatron_fused_ce.distillation import rows_torch as divergence_torch
-from megatron_fused_ce.distillation.statistics import Scales, Terms, filled, put_label_logits, terms_of, tops
+from megatron_fused_ce.distillation.statistics import Scales, Terms, put_label_logits, terms_of, tops
 from megatron_fused_ce.kernels.records import (
     NO_EXTRA,
-    ExtraStatistics,
     LabelTerm,
     Merged,
     RowStatistics,
@@ -40,16 +39,15 @@ from megatron_fused_ce.logits import (
     OrderedTargets,
     SavedChunk,
     Scores,
-    Selection,
     Targets,
     rows_torch,
 )
-from megatron_fused_ce.logits.gemm_rows import gemm_then_rows, write_logits
+from megatron_fused_ce.logits.gemm_rows import gemm_then_rows
 from megatron_fused_ce.losses.outputs import OUTPUTS
 from megatron_fused_ce.losses.statistics import TokenTerms, Upstream
 from megatron_fused_ce.losses.terms import Rows
 from megatron_fused_ce.planner.chunks import Chunk
-from megatron_fused_ce.ranks.collectives import DONE, BothWorks, Work
+from megatron_fused_ce.ranks.collectives import DONE, Work
 from megatron_fused_ce.ranks.phases import phase
 
 #: fp16 gradients are saved times a power of two that brings their bound (:meth:`Divergence._row_scale`) to
@@ -68,7 +66,7 @@ class Teacher(NamedTuple):
     weight: Tensor  # [V', H_t]
     label_weights: Tensor | None  # [parts, n] fp32, of a chunk [C]
 
-    def kept(self, kept: Selection, part: int) -> Teacher:
+    def kept(self, kept: Any, part: int) -> Teacher:
         hidden, weights = self.hidden, self.label_weights
         if hidden.dim() == 2:
             hidden = kept.take(hidden, part)
@@ -120,13 +118,15 @@ class Divergence(LogitsBackend):
     def name(self) -> str:  # type: ignore[override]
         return self.student.name
 
-    def start_sample(self, weight: Tensor, others: OrderedTargets | None) -> tuple[tuple[Any, Any], Work]:
+    def start_sample(
+        self, weight: Tensor, others: OrderedTargets | None
+    ) -> tuple[tuple[Any, Any], list[Work]]:
         """Those of both sides."""
         assert isinstance(others, Teacher)
         of_student, of_teacher = (replace(side, comm=self.comm) for side in (self.student, self.teacher))
         sample, sent = of_student.start_sample(weight, None)
         of_its, sent_beside = of_teacher.start_sample(others.weight, None)
-        return (sample, of_its), BothWorks(sent, sent_beside)
+        return (sample, of_its), sent + sent_beside
 
     def _start_teacher(self, targets: Targets) -> tuple[Tensor, Work]:
         """The teacher's hidden states ``[C, H_t]``, to be waited for.
@@ -150,7 +150,8 @@ class Divergence(LogitsBackend):
         of_labels = Targets(targets.labels)
         sides = [self._side(self.student, hidden, weight, of_labels, sample[0], self._in_precision(out))]
         gathered.wait()
-        teacher_out = self._teacher_buffer(teacher_hidden, teacher.weight)
+        shape = len(teacher_hidden), len(teacher.weight)
+        teacher_out = teacher_hidden.new_empty(shape, dtype=self.teacher.logits_dtype)
         sides.append(
             self._side(self.teacher, teacher_hidden, teacher.weight, of_labels, sample[1], teacher_out)
         )
@@ -162,8 +163,7 @@ class Divergence(LogitsBackend):
                     for (logits, _), side in zip(sides, (self.student, self.teacher), strict=True)
                 ]
         with phase("statistics"):
-            of_tops = tops(sides, self._scales)
-            extra = ExtraStatistics(*(None if of[0] is None else filled(of, every) for of in of_tops))
+            extra = tops(sides, self._scales, len(every) - len(sides))
         shard = torch.cat([stats.shard for stats in every], dim=1)
         return Scores(RowStatistics(shard, extra=extra), beside=(sides[0][0], sides[1][0]))
 
@@ -180,16 +180,6 @@ class Divergence(LogitsBackend):
             put_label_logits(out, targets, side.logit_scale, stats)
         return out, stats
 
-    def _logits_again(self, side: LogitsBackend, hidden: Tensor, weight: Tensor, out: Tensor) -> None:
-        """The forward's to the bit, by its GEMM: one unit in the last place of the bf16 logit of a class that
-        a side is sure of would be an error of 1/8 in a gradient of 0."""
-        if not self.saves_logits:
-            return write_logits(hidden, weight, out)
-        from megatron_fused_ce.logits.scaled_exp import ScaledExp
-
-        assert isinstance(side, ScaledExp)
-        return side.write_logits(hidden, weight, out)
-
     def _at_temperature_1(self, logits: Tensor, side: LogitsBackend, targets: Targets) -> RowStatistics:
         t, cap = self.temperature, side.outputs.softcap
         cap = None if cap is None else cap * t
@@ -202,11 +192,6 @@ class Divergence(LogitsBackend):
         """A buffer of the same size in the dtype of the logits."""
         dtype = self.student.logits_dtype
         return out if dtype in (None, out.dtype) else torch.empty_like(out, dtype=dtype)
-
-    def _teacher_buffer(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """``[C, V']`` for its logits."""
-        dtype = self.teacher.logits_dtype or hidden.dtype
-        return hidden.new_empty(len(hidden), len(weight), dtype=dtype)
 
     @property
     def _labels_apart(self) -> bool:
@@ -361,10 +346,13 @@ class Divergence(LogitsBackend):
         """Collectives: those of :meth:`_start_teacher`, under the student's GEMM."""
         teacher_hidden, gathered = self._start_teacher(targets)
         student_out, teacher_weight = self._in_precision(logits), _teacher(targets).weight
-        self._logits_again(self.student, hidden, weight, student_out)
+        # The forward's to the bit: one unit in the last place of the bf16 logit of a class that a side is
+        # sure of would be an error of 1/8 in a gradient of 0.
+        self.student.write_logits(hidden, weight, student_out)
         gathered.wait()
-        teacher_out = self._teacher_buffer(teacher_hidden, teacher_weight)
-        self._logits_again(self.teacher, teacher_hidden, teacher_weight, teacher_out)
+        shape = len(teacher_hidden), len(teacher_weight)
+        teacher_out = teacher_hidden.new_empty(shape, dtype=self.teacher.logits_dtype)
+        self.teacher.write_logits(teacher_hidden, teacher_weight, teacher_out)
         of_token = Terms.of(terms)
         both = student_out, teacher_out
         student, teacher = self._sides(both, of_token)

@@ -45,8 +45,9 @@ class Terms(NamedTuple):
 def tops(
     sides: list[tuple[Tensor, RowStatistics]],  # logits and statistics of student and teacher
     scales: Scales,
-) -> zip[tuple[Tensor | None, ...]]:
-    """:class:`.ExtraStatistics` of the student and of the teacher, fp32 ``[C]`` each."""
+    num_beside: int,
+) -> ExtraStatistics:
+    """Of the student, of the teacher, and zeros for ``num_beside`` more; fp32 ``[k * C]``, side by side."""
     found = []
     columns = sides[0][1].argmax
     for (logits, stats), (scale, softcap) in zip(sides, scales, strict=True):
@@ -68,7 +69,9 @@ def tops(
                 beside=_at(sides[1][0], columns),
             )
         )
-    return zip(*found, strict=True)
+    zeros = [torch.zeros_like(sides[0][1].row_max)] * num_beside if num_beside else []
+    parts = zip(*found, strict=True)
+    return ExtraStatistics(*(None if of[0] is None else torch.cat([*of, *zeros]) for of in parts))
 
 
 def terms_of(
@@ -125,9 +128,3 @@ def _at(logits: Tensor, columns: Tensor) -> Tensor:
     """fp32 ``[C]``: one column of each row."""
     columns = columns.clamp(max=logits.shape[1] - 1)  # a teacher may have less padding
     return logits.gather(-1, columns.unsqueeze(-1)).squeeze(-1).float()
-
-
-def filled(parts: tuple[Tensor | None, ...], every: list[RowStatistics]) -> Tensor:
-    """fp32 ``[k * C]``, one after the other, and zeros for those that have none."""
-    missing = [torch.zeros_like(every[0].row_max)] * (len(every) - len(parts))
-    return torch.cat([part for part in (*parts, *missing) if part is not None])

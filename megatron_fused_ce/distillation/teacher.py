@@ -93,11 +93,23 @@ class Distillation(OtherTargets):
     def check_shards(self, call: Call, vocab_start: int, comm: VocabParallel, compares: bool) -> None:
         """Check that both shards hold the same classes.
 
+        Every shard but the one with the last real token must have as many rows as the student's, so that the
+        next shard begins at the same id.
+
         Collectives: those of :func:`.raise_if_any`, if the ranks compare.
         """
-        words = why_not_one_cut(
-            call.weight.shape[0], self.weight.shape[0], vocab_start, call.config.true_vocab_size, comm.size
-        )
+        num_rows, teacher_rows, most = len(call.weight), len(self.weight), call.config.true_vocab_size
+        words, fits = "", teacher_rows == num_rows
+        if most is not None and vocab_start + num_rows >= most:
+            fits = fits or teacher_rows >= most - vocab_start
+        if not fits:
+            of_rank = "" if comm.size == 1 else f" of this rank, from id {vocab_start} on,"
+            words = (
+                f"teacher_weight has {teacher_rows} rows and weight {num_rows}{of_rank} and true_vocab_size "
+                f"is {most}; expected one cut of the vocabulary, padded alike but for the last shard, with "
+                "true_vocab_size where the padding differs (in Megatron: --make-vocab-size-divisible-by for "
+                "both)"
+            )
         if compares:
             assert comm.group is not None
             wrong = torch.tensor(bool(words), device=collective_device(comm.group))
@@ -231,23 +243,3 @@ class Distillation(OtherTargets):
             )
         if weights.requires_grad and torch.is_grad_enabled():
             raise ValueError("label_weights require a gradient, and get none: pass label_weights.detach()")
-
-
-def why_not_one_cut(
-    num_rows: int, teacher_rows: int, start: int, true_vocab_size: int | None, num_ranks: int
-) -> str:
-    """Why these shards of student and teacher do not hold the same classes; empty if they do.
-
-    Every shard but the one with the last real token must have as many rows as the student's, so that the next
-    shard begins at the same id.
-    """
-    last = true_vocab_size is not None and start + num_rows >= true_vocab_size
-    real = num_rows if true_vocab_size is None else min(max(true_vocab_size - start, 0), num_rows)
-    if teacher_rows == num_rows or (last and teacher_rows >= real):
-        return ""
-    of_rank = "" if num_ranks == 1 else f" of this rank, from id {start} on,"
-    return (
-        f"teacher_weight has {teacher_rows} rows and weight {num_rows}{of_rank} and true_vocab_size is "
-        f"{true_vocab_size}; expected one cut of the vocabulary, padded alike but for the last shard, with "
-        "true_vocab_size where the padding differs (in Megatron: --make-vocab-size-divisible-by for both)"
-    )

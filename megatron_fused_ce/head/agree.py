@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_fused_ce.head.call import Call, OtherTargets
 from megatron_fused_ce.losses.words import in_words
-from megatron_fused_ce.ranks.agreement import Settled, Shard, compare, compare_numbers
+from megatron_fused_ce.ranks.agreement import Settled, compare, compare_numbers
 from megatron_fused_ce.ranks.collectives import VocabParallel
 
 #: Fields of a call that must be equal on every rank, beside config and terms. Tensors are equal if shape,
@@ -26,7 +26,9 @@ def must_agree(call: Call) -> dict[str, str]:
     Raises:
         TypeError: a value cannot be compared. Also raised over one rank, before anybody tries two.
     """
-    words = {"grad mode": _grad_mode(call)}
+    requires_grad = call.hidden.requires_grad or call.weight.requires_grad
+    grad_mode = "on" if torch.is_grad_enabled() else "off"
+    words = {"grad mode": grad_mode if requires_grad else "no operand requires a gradient"}
     words |= {name: _in_words(getattr(call, name)) for name in AGREED}
     words["labels or teacher"] = _in_words(call.other_targets)
     words["terms"] = ", ".join(f"{name} {term.in_words()}" for name, term in call.terms)
@@ -34,12 +36,6 @@ def must_agree(call: Call) -> dict[str, str]:
     words["weight"] = _in_words(rows_differ)
     words["vocab_start given"] = str(call.vocab_start is not None)
     return words | {name: in_words(value) for name, value in vars(call.config).items()}
-
-
-def _grad_mode(call: Call) -> str:
-    if not (call.hidden.requires_grad or call.weight.requires_grad):
-        return "no operand requires a gradient"
-    return "on" if torch.is_grad_enabled() else "off"
 
 
 def _in_words(value: Any) -> str:
@@ -70,12 +66,12 @@ def compared(
     :func:`.agreement.compare_numbers` for every tensor with a number per token.
     """
     assert comm.group is not None
-    shard = Shard(None, 0)
     same: dict[str, str] = {}
+    start, num_rows, vocab_size = None, 0, call.config.true_vocab_size
     if error is None:
-        shard = Shard(call.vocab_start, call.weight.shape[0])
+        start, num_rows = call.vocab_start, call.weight.shape[0]
         same = must_agree(call) | {name: str(value) for name, value in (more or {}).items()}
-    settled = compare(comm.group, same, of_rank or {}, shard, call.config.true_vocab_size, error)
+    settled = compare(comm.group, same, of_rank or {}, start, num_rows, vocab_size, error)
     if call.config.debug_checks:
         others = call.other_targets
         per_token = {name: getattr(call, name) for name in ("labels", "token_weights", "temperature")}

@@ -166,17 +166,17 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
             with autocast_off(device):
                 if made is not None or lost is not None:
                     weights = None if made is None else made.token_weights
-                    scale, verdict = promise.verdict_of(upstream.loss, weights, lost, spec.comm.group)
+                    verdict = promise.Verdict(upstream.loss, weights, lost, spec.comm.group)
                     if lost is not None:
-                        refuse_lost(verdict.num_lost)
-                        spoilt = verdict.lost_not_finite
+                        _, num_lost, num_not_finite = verdict.read()
+                        refuse_lost(num_lost)
+                        spoilt = num_not_finite > 0
                     if spoilt and grad_weight is not None:
                         grad_weight.spoil()
                     if made is not None:
-                        assert scale is not None
-                        result = loop.scale_made(spec, made, scale, verdict, with_hidden, grad_weight)
+                        result = loop.scale_made(spec, made, verdict, with_hidden, grad_weight)
                         del made  # its memory serves the gradients that are made again
-                        if verdict.broken:
+                        if verdict.read()[0] == promise.BROKEN:
                             spec.promise_was_broken()
                 if spec.in_forward:
                     promise.count(result is not None)

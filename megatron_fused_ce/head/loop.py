@@ -78,7 +78,6 @@ from megatron_fused_ce.kernels.records import Merged
 from megatron_fused_ce.logits import LogitsGrad, SavedChunk, Scores, Targets
 from megatron_fused_ce.losses.statistics import Upstream
 from megatron_fused_ce.planner.chunks import Chunk
-from megatron_fused_ce.ranks.collectives import DONE
 from megatron_fused_ce.ranks.phases import phase
 
 #: ``grad_hidden`` of this rank's tokens, and what autograd gets for the weight.
@@ -190,10 +189,11 @@ def forward(
             saved.append(SavedChunk(labels, read_p if matrix is None else None, row_scale, terms))
 
     with comm.coalesced(device):
-        sample, sent = logits.start_sample(weight, targets.others) if tokens.chunks else (None, DONE)
+        sample, sent = logits.start_sample(weight, targets.others) if tokens.chunks else (None, [])
         hidden_states.start()
     hidden_states.start()
-    sent.wait()
+    for work in sent:
+        work.wait()
     waiting: deque[_UnderWay] = deque()
     for chunk in tokens.chunks:
         waiting.append(begin(chunk))
@@ -359,12 +359,11 @@ def _differentiate(
 def scale_made(
     spec: Spec,
     made: Made,
-    scale: Tensor,  # fp32 []: from promise.fit_scalar
     verdict: Verdict,
     with_hidden: bool,
     grad_weight: Accumulator | None,
 ) -> Gradients | None:
-    """Multiply the gradients made in the forward by ``scale``; None if these cannot be used.
+    """Multiply the gradients made in the forward by the verdict's scale; None if these cannot be used.
 
     They cannot if the promise was broken, or if an upstream gradient is not finite. Then nothing has been
     added to ``grad_weight``, and ``made`` is spoilt. The host reads the verdict after the launches, so that
@@ -372,7 +371,8 @@ def scale_made(
 
     Collectives: none.
     """
-    grad_hidden = made.grad_hidden if with_hidden else None
+    grad_hidden, scale = made.grad_hidden if with_hidden else None, verdict.scale
+    assert scale is not None
     if grad_hidden is not None:
         with phase("grad-hidden"):
             if made.row_scale is not None:

@@ -96,19 +96,17 @@ class HeadOfGroup(NamedTuple):
     shard_sizes: tuple[int, ...]  # rows of its weight, by rank
     hidden_size: int
 
-
-def broken_promise(of_group: HeadOfGroup) -> str:
-    """The message about a broken promise."""
-    head, shard_sizes, hidden_size = of_group
-    size = f"{sum(shard_sizes)} rows of {hidden_size}"
-    return (
-        f"the upstream gradient of the per-token loss of {head.name} ({size}) is not a scalar times the "
-        "token weights that grad_in_forward was given (in Megatron: the loss_mask of the model's call). Its "
-        "gradients were made again and are right; that took twice the GEMMs of a step. From now on this head "
-        "recomputes: four GEMMs instead of three, beside a teacher six instead of four. To save the first "
-        "detour: --fused-ce-strategy recompute or store (FusedCEConfig(strategy=...)), or give the weights "
-        "that the loss uses"
-    )
+    def tell_broken(self) -> None:
+        """Tell the user that its promise was broken."""
+        size = f"{sum(self.shard_sizes)} rows of {self.hidden_size}"
+        self.head.say(
+            f"the upstream gradient of the per-token loss of {self.head.name} ({size}) is not a scalar times "
+            "the token weights that grad_in_forward was given (in Megatron: the loss_mask of the model's "
+            "call). Its gradients were made again and are right; that took twice the GEMMs of a step. From "
+            "now on this head recomputes: four GEMMs instead of three, beside a teacher six instead of four. "
+            "To save the first detour: --fused-ce-strategy recompute or store (FusedCEConfig(strategy=...)), "
+            "or give the weights that the loss uses"
+        )
 
 
 @torch.no_grad()
@@ -184,26 +182,34 @@ class Verdict:
 
     def __init__(
         self,
-        found: Tensor,  # int64 []: second result of fit_scalar
-        scale: Tensor | None,  # fp32 []: its first; None if no gradients were made in the forward
-        skipped: Tensor | None,  # int64 [2]: from Kept.count_lost
+        upstream: Tensor,  # [parts, n] fp32: upstream gradient of the loss
+        token_weights: Tensor | None,  # for which gradients were made in the forward; None if none were
+        lost: Tensor | None,  # int64 [2]: from Kept.count_lost
         group: Any,  # the tensor-parallel group, or None
     ) -> None:
-        words = found.reshape(1) if skipped is None else torch.cat((found.reshape(1), skipped))
+        #: fp32 []: what the gradients made in the forward are to be multiplied by
+        self.scale: Tensor | None = None
+        if token_weights is None:
+            found = torch.zeros((), dtype=torch.int64, device=upstream.device)
+        else:
+            self.scale, found = fit_scalar(upstream, token_weights)
+        words = found.reshape(1) if lost is None else torch.cat((found.reshape(1), lost))
         self._copy: HostCopy | None = None
         self._words = [KEPT, 0, 0]
         if words.is_cuda and torch.cuda.is_current_stream_capturing():
             torch._assert_async(words[0] != BROKEN, _ASSERTION)  # type: ignore[call-overload]
-            if skipped is not None:
+            if lost is not None:
                 torch._assert_async(words[1] == 0, _ASSERTION_OF_SKIPPED)  # type: ignore[call-overload]
             words = torch.zeros_like(words)
         else:
-            words = _over_ranks(words, scale, group)
+            words = _over_ranks(words, self.scale, group)
             self._copy = HostCopy(words)
         #: int64 [1], on the device: 0 if the gradients made in the forward may be used
         self.flag = words[:1]
 
-    def _read(self) -> list[int]:
+    def read(self) -> list[int]:
+        """:data:`KEPT`, :data:`NOT_FINITE` or :data:`BROKEN`; then how many skipped tokens have an upstream
+        gradient that is finite and not 0, and how many one that is inf or NaN. The host waits."""
         if self._copy is not None:
             words = self._copy.read()
             self._words[: len(words)], self._copy = words, None
@@ -212,35 +218,4 @@ class Verdict:
     @property
     def kept(self) -> bool:
         """Whether the promise was kept. The host waits."""
-        return self._read()[0] == KEPT
-
-    @property
-    def broken(self) -> bool:
-        """Whether the promise was broken, by finite numbers. The host waits."""
-        return self._read()[0] == BROKEN
-
-    @property
-    def num_lost(self) -> int:
-        """Number of skipped tokens whose upstream gradient is finite and not 0. The host waits."""
-        return self._read()[1]
-
-    @property
-    def lost_not_finite(self) -> bool:
-        """Whether a skipped token's upstream gradient is inf or NaN. The host waits."""
-        return self._read()[2] > 0
-
-
-def verdict_of(
-    upstream: Tensor,  # [parts, n] fp32: upstream gradient of the loss
-    token_weights: Tensor | None,  # for which gradients were made in the forward; None if none were
-    lost: Tensor | None,  # int64 [2]: from Kept.count_lost
-    group: Any,
-) -> tuple[Tensor | None, Verdict]:
-    """The scalar for the gradients made in the forward, and the verdict about the upstream gradient.
-
-    Collectives: those of :class:`Verdict`.
-    """
-    if token_weights is None:
-        return None, Verdict(torch.zeros((), dtype=torch.int64, device=upstream.device), None, lost, group)
-    scale, found = fit_scalar(upstream, token_weights)
-    return scale, Verdict(found, scale, lost, group)
+        return self.read()[0] == KEPT

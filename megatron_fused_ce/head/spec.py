@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_fused_ce.head.agree import compared
 from megatron_fused_ce.head.call import NOTHING_ELSE, Call
-from megatron_fused_ce.head.promise import HeadOfGroup, broken_promise
+from megatron_fused_ce.head.promise import HeadOfGroup
 from megatron_fused_ce.head.tokens import Tokens
 from megatron_fused_ce.head.validation import check_arguments
 from megatron_fused_ce.logits import LogitsBackend, choose
@@ -36,12 +36,11 @@ MAX_SPECS = 512
 
 #: Fields of a call that its spec depends on: of tensors shape, stride, dtype, device and requires_grad, of
 #: options the value.
-TENSORS = ("hidden", "weight", "labels", "token_weights", "temperature")
-OPTIONS = (
+_tensors_of = attrgetter("hidden", "weight", "labels", "token_weights", "temperature")
+_options_of = attrgetter(
     *("sequence_parallel", "vocab_start", "config", "outputs", "differentiable", "terms", "zero_unknown"),
     *("reduce_grad_hidden", "with_argmax", "uses_in_flight", "may_store", "head"),
 )
-_tensors_of, _options_of = attrgetter(*TENSORS), attrgetter(*OPTIONS)
 
 
 class Spec(NamedTuple):
@@ -74,7 +73,7 @@ class Spec(NamedTuple):
         if self.head not in self.history.broken:
             self.history.broken.add(self.head)
             self.history.forget_specs()  # they rely on the promise
-            self.head.head.say(broken_promise(self.head))
+            self.head.tell_broken()
 
 
 def spec_of(call: Call) -> Spec:
@@ -164,7 +163,9 @@ def _make(call: Call, history: GroupHistory) -> Spec:
         settled = earlier or Settled(facts, (call.weight.shape[0],))
         if comm.size == 1:
             check_true_vocab_size(call.config.true_vocab_size, call.weight.shape[0])
-    others, vocab_start = call.other_targets, _vocab_start(call, comm, settled)
+    others, vocab_start = call.other_targets, call.vocab_start or 0
+    if call.vocab_start is None and comm.size > 1:
+        vocab_start = sum(_all_sizes(comm, settled, "vocab_start")[: comm.rank])
     others.check_shards(call, vocab_start, comm, compares)
     if compares:
         history.remember(key, settled)
@@ -175,7 +176,12 @@ def _make(call: Call, history: GroupHistory) -> Spec:
     head = HeadOfGroup(call.head, settled.shard_sizes, call.weight.shape[1])
     plan = _plan(call, comm, settled, logits, head in history.broken)
     comm = replace(comm, beside=plan.count > 1)
-    logit_scale, softcap = _at_temperature(call)
+    logit_scale, softcap = call.config.logit_scale, call.config.logit_softcap
+    if not isinstance(call.temperature, Tensor):
+        # A temperature that all tokens share divides logits after the softcap, and cap * tanh(z / cap) / t is
+        # z / t with the softcap cap / t.
+        logit_scale = logit_scale / call.temperature
+        softcap = None if softcap is None else softcap / call.temperature
     outputs = _outputs(call, comm, settled, vocab_start, softcap, logits.saves_logits)
     logits = others.backend(call, replace(logits, outputs=outputs, logit_scale=logit_scale, comm=comm))
     grad_hidden = torch.is_grad_enabled() and call.hidden.requires_grad
@@ -216,8 +222,11 @@ def _outputs(
     if config.true_vocab_size is not None:
         real_columns = min(max(config.true_vocab_size - vocab_start, 0), num_rows)
         valid_columns = torch.full((1,), real_columns, dtype=torch.int64, device=call.hidden.device)
+    loss, num_classes = _loss_of(call), config.true_vocab_size or 0
+    if not num_classes and (call.terms or "logit_sum" in loss.needs):
+        num_classes = sum(_all_sizes(comm, settled, "config.true_vocab_size"))
     return Outputs.of(
-        _loss_of(call),
+        loss,
         (*call.outputs, *(OF_SHARD if call.with_argmax else ())),
         dict(call.terms),
         call.zero_unknown,
@@ -227,20 +236,8 @@ def _outputs(
         rounded=config.logit_precision == "activations" or saves_logits,
         differentiable=call.differentiable,
         equal_to_loss=call.other_targets.equal_to_loss,
-        num_classes=_num_classes(call, comm, settled),
+        num_classes=num_classes,
     )
-
-
-def _at_temperature(call: Call) -> tuple[float, float | None]:
-    """Scale and softcap of the logits, both divided by a temperature that all tokens share.
-
-    The temperature divides logits after the softcap, and ``cap * tanh(z / cap) / t`` is ``z / t`` with the
-    softcap ``cap / t``.
-    """
-    scale, cap = call.config.logit_scale, call.config.logit_softcap
-    if isinstance(call.temperature, Tensor):
-        return scale, cap
-    return scale / call.temperature, None if cap is None else cap / call.temperature
 
 
 def _found_here(call: Call) -> tuple[dict[str, int], str]:
@@ -328,22 +325,6 @@ def _plan(
         **call.other_targets.in_plan(),
     )
     return planner.plan(inputs)
-
-
-def _vocab_start(call: Call, comm: VocabParallel, settled: Settled) -> int:
-    """First global id of this rank's rows."""
-    if call.vocab_start is not None or comm.size == 1:
-        return call.vocab_start or 0
-    return sum(_all_sizes(comm, settled, "vocab_start")[: comm.rank])
-
-
-def _num_classes(call: Call, comm: VocabParallel, settled: Settled) -> int:
-    """Number of classes in the whole vocabulary; 0 if no term reads it."""
-    if call.config.true_vocab_size is not None:
-        return call.config.true_vocab_size
-    if not (call.terms or "logit_sum" in _loss_of(call).needs):
-        return 0
-    return sum(_all_sizes(comm, settled, "config.true_vocab_size"))
 
 
 def _loss_of(call: Call) -> Term:

@@ -42,10 +42,7 @@ def prepare(call: Call, spec: Spec) -> Prepared:
     kept = None
     if config.skip_masked and weights is not None:
         unmasked = call.unmasked or tokens.count(weights, comm.group)
-        num_kept = num_tokens = spec.tokens.num
-        if unmasked is not None:
-            num_kept = tokens.num_kept(tokens.num_unmasked(unmasked), num_tokens)
-        kept = Kept.of(weights, num_kept)
+        kept = Kept.of(weights, tokens.num_kept(unmasked, spec.tokens.num))
     ids = in_token_order(labels, labels, comm.num_parts).to(torch.int64)
     columns, ignored = columns_of(ids, comm, spec.vocab_start, config), None
     if (label := config.ignored_label) is not None:

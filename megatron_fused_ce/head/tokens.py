@@ -3,8 +3,8 @@
 All ranks of the tensor-parallel group must work on the same number of tokens. So each part of the tokens (one
 of R with sequence parallelism) is cut to ``m`` tokens, where ``m`` is the largest number of unmasked tokens
 in any part; other parts are filled up with masked tokens, whose results are dropped. The host must know
-``m``. :func:`count` starts to count, and does not wait; :func:`num_unmasked` waits for the number later, when
-the device has other work. All ranks must also skip the same tokens, since statistics of one token are merged.
+``m``. :func:`count` starts to count, and does not wait; :func:`num_kept` waits for the number later, when the
+device has other work. All ranks must also skip the same tokens, since statistics of one token are merged.
 
 A skipped token has loss 0 and gradient 0. If its upstream gradient is not 0, the backward cannot compute what
 is missing: it raises (:func:`refuse_lost`), or makes the gradients NaN if that upstream is inf or NaN.
@@ -12,6 +12,7 @@ is missing: it raises (:func:`refuse_lost`), or makes the gradients NaN if that 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from megatron_fused_ce.head.host_copy import HostCopy
 from megatron_fused_ce.losses.statistics import Upstream
-from megatron_fused_ce.planner.chunks import Chunk, first_tokens
+from megatron_fused_ce.planner.chunks import Chunk
 from megatron_fused_ce.ranks.collectives import largest_over_ranks
 
 
@@ -49,8 +50,9 @@ class Tokens(NamedTuple):
         return matrix if stop - start == len(matrix) else matrix[start:stop]  # a slice takes host time
 
     def first(self, num: int) -> Tokens:
-        """The first ``num`` tokens of each part, in the same buffers."""
-        return self._replace(chunks=first_tokens(self.chunks, num))
+        """The first ``num`` tokens of each part, in the same buffers; the last chunk is shortened."""
+        leading = (chunk for chunk in self.chunks if chunk.start < num)
+        return self._replace(chunks=tuple(replace(chunk, stop=min(chunk.stop, num)) for chunk in leading))
 
     def own_part(self, per_token: Tensor) -> Tensor:
         """This rank's entries of a tensor ``[C]`` of one chunk."""
@@ -65,7 +67,7 @@ def count(
     weights: Tensor,  # [parts, n]: token weights, in token order
     group: Any,  # the tensor-parallel group, or None
 ) -> HostCopy | None:
-    """Start to count the unmasked tokens of each part, for :func:`num_unmasked`; None while a CUDA graph is
+    """Start to count the unmasked tokens of each part, for :func:`num_kept`; None while a CUDA graph is
     captured.
 
     Collectives: a MAX all-reduce of two bytes a token over ``group`` (R > 1): whether some rank keeps the
@@ -78,12 +80,15 @@ def count(
     return HostCopy(torch.stack((either[0].sum(dim=1).amax(), either.amin(dim=0).sum())))
 
 
-def num_unmasked(counted: HostCopy) -> int:
-    """The largest number of unmasked tokens in any part. The host waits.
+def num_kept(counted: HostCopy | None, num_tokens: int) -> int:
+    """``m``: the largest number of unmasked tokens in any part, rounded up, at most the ``num_tokens`` of a
+    part; all of them where nothing was counted. The host waits.
 
     Raises:
         ValueError: on every rank, if the ranks' masks differ: they would work on different tokens.
     """
+    if counted is None:
+        return num_tokens
     largest, num_differing = counted.read()
     if num_differing:
         raise ValueError(
@@ -91,7 +96,7 @@ def num_unmasked(counted: HostCopy) -> int:
             "on one and not on another; expected one active_mask on every rank, or with skip_masked token "
             "weights that are 0 at the same tokens: broadcast them, or draw them from one seed"
         )
-    return largest
+    return min(num_tokens, -(-largest // ROUND_TO) * ROUND_TO)
 
 
 class Kept(NamedTuple):
@@ -169,11 +174,6 @@ class Kept(NamedTuple):
     @property
     def _is_all(self) -> bool:
         return self.tokens.shape[1] == self.skipped.shape[1]
-
-
-def num_kept(largest: int, num_tokens: int) -> int:
-    """``m``: the ``largest`` number of unmasked tokens rounded up, at most the ``num_tokens`` of a part."""
-    return min(num_tokens, -(-largest // ROUND_TO) * ROUND_TO)
 
 
 def refuse_lost(num_lost: int) -> None:

@@ -108,7 +108,19 @@ def _check_tensors(call: Call, comm: VocabParallel) -> None:
         )
     expected = (*hidden.shape[1:-1], hidden.shape[0] * comm.num_parts)
     if tuple(labels.shape) != expected:
-        raise ValueError(_wrong_labels(tuple(hidden.shape), tuple(labels.shape), expected, comm.num_parts))
+        num_parts = comm.num_parts
+        given = f"hidden has shape {tuple(hidden.shape)} and labels {tuple(labels.shape)}"
+        if num_parts > 1 and labels.shape[::-1] == hidden.shape[:-1]:
+            raise ValueError(
+                f"{given}, all tokens of them; expected this rank's part of the tokens, one of {num_parts}, "
+                "or sequence_parallel=False"
+            )
+        if hidden.dim() == 3 and labels.shape == (hidden.shape[0], hidden.shape[1] * num_parts):
+            given += ": one of them is transposed"
+        raise ValueError(
+            f"{given}; expected hidden [s, b, H] with labels [b, s], or [T, H] with [T], here labels "
+            f"{expected}" + (f" on each of {num_parts} sequence-parallel ranks" if num_parts > 1 else "")
+        )
     if weights is not None and not (isinstance(weights, Tensor) and weights.shape == labels.shape):
         came = getattr(weights, "shape", weights)
         raise ValueError(f"token_weights are {came}; expected a tensor of the labels' shape {expected}")
@@ -129,24 +141,6 @@ def _check_tensors(call: Call, comm: VocabParallel) -> None:
             f"vocab_start is {start} without a tensor-parallel group of several ranks: this rank has "
             "the whole vocabulary, from id 0 on; pass tp_group, or leave vocab_start out"
         )
-
-
-def _wrong_labels(
-    hidden: tuple[int, ...], labels: tuple[int, ...], expected: tuple[int, ...], num_parts: int
-) -> str:
-    """Error text for labels whose shape does not fit the shape of ``hidden``."""
-    given = f"hidden has shape {hidden} and labels {labels}"
-    if num_parts > 1 and labels[::-1] == hidden[:-1]:
-        return (
-            f"{given}, all tokens of them; expected this rank's part of the tokens, one of {num_parts}, or "
-            "sequence_parallel=False"
-        )
-    if len(hidden) == 3 and labels == (hidden[0], hidden[1] * num_parts):
-        given += ": one of them is transposed"
-    return (
-        f"{given}; expected hidden [s, b, H] with labels [b, s], or [T, H] with [T], here labels {expected}"
-        + (f" on each of {num_parts} sequence-parallel ranks" if num_parts > 1 else "")
-    )
 
 
 def _check_outputs(call: Call, comm: VocabParallel) -> None:

@@ -30,25 +30,15 @@ from megatron_fused_ce.losses.outputs import PLAIN, Outputs
 from megatron_fused_ce.losses.statistics import Upstream
 from megatron_fused_ce.losses.terms import Rows
 from megatron_fused_ce.planner.chunks import Chunk
-from megatron_fused_ce.ranks.collectives import DONE, VocabParallel, Work
-
-
-class Selection(Protocol):
-    """Some tokens of each part, such as those of weight 0 left out: :class:`.head.tokens.Kept`."""
-
-    def of_tokens(self, per_token: Tensor) -> Tensor:
-        """``[..., parts, n]`` to ``[..., parts, m]``."""
-
-    def take(self, hidden: Tensor, part: int) -> Tensor:
-        """One part's ``[n, H]`` to ``[m, H]``."""
+from megatron_fused_ce.ranks.collectives import VocabParallel, Work
 
 
 class OrderedTargets(Protocol):
     """What tokens are compared with beside one label, in the order of the hidden states: of all tokens, or of
     a chunk. A named tuple of tensors, which autograd saves; the backend that it belongs to reads it."""
 
-    def kept(self, kept: Selection, part: int) -> OrderedTargets:
-        """Those of the tokens to work on."""
+    def kept(self, kept: Any, part: int) -> OrderedTargets:
+        """Those of the tokens to work on, which ``kept`` (:class:`.head.tokens.Kept`) selects."""
 
     def of_chunk(self, chunk: Chunk, split: Callable[[Tensor], Tensor]) -> OrderedTargets:
         """Those of a chunk; ``split`` gives its entries ``[..., C]`` of ``[..., parts, n]``."""
@@ -134,13 +124,13 @@ class LogitsBackend:
     #: Whether a chunk's merge ends before the next chunk's GEMM, so that the logits of one chunk live.
     settles_at_once = False
 
-    def start_sample(self, weight: Tensor, others: OrderedTargets | None) -> tuple[Any, Work]:
+    def start_sample(self, weight: Tensor, others: OrderedTargets | None) -> tuple[Any, list[Work]]:
         """What :meth:`logits_gemm` needs of the whole weight, such as some rows ``[S, H]``, the same on every
-        rank; to be waited for.
+        rank; and what to wait for.
 
         Collectives: starts one all-gather of each weight's (R > 1), where there is something.
         """
-        return None, DONE
+        return None, []
 
     def logits_gemm(
         self,
@@ -151,6 +141,10 @@ class LogitsBackend:
         out: Tensor | None,  # [C, V]
     ) -> Scores:
         """``hidden @ weight.T`` into ``out``, as logits or ``E``, and the statistics of its rows."""
+        raise NotImplementedError
+
+    def write_logits(self, hidden: Tensor, weight: Tensor, out: Tensor) -> None:
+        """Logits as :meth:`logits_gemm` saves them, to the bit, without statistics."""
         raise NotImplementedError
 
     def settle(

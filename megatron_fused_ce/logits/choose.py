@@ -42,21 +42,21 @@ def choose(
     tokens: Tensor,  # [..., H]
     weight: Tensor,  # [V, H]
     requested: Requested | None = None,
-    why_not_here: str | None = None,
+    here: str | None = None,
 ) -> tuple[LogitsBackend, str]:
     """The backend for these tensors, and why not ``scaled_exp`` (empty where it is).
 
     Args:
         requested: None for the loss that ``config`` describes.
-        why_not_here: what the ranks of a group settled together (see :func:`why_not_here`, empty for
-            nothing), in place of what this rank finds by itself: gradients of the two backends cannot be
-            summed over ranks, and plans differ.
+        here: what the ranks of a group settled together, in place of what :func:`why_not_here` finds on this
+            rank: gradients of the two backends cannot be summed over ranks, and plans differ.
 
     Raises:
         ValueError: ``scaled_exp`` was asked for by name and cannot serve.
     """
     requested = requested or Requested(loss_of(config))
-    reason = why_not_scaled_exp(config, tokens, weight, requested, why_not_here)
+    reason = why_not_here(config, tokens, weight) if here is None else here
+    reason = reason or _why_not_served(config, tokens, requested)
     if not reason:
         from megatron_fused_ce.logits.scaled_exp import ScaledExp
 
@@ -74,23 +74,9 @@ def choose(
     return gemm_then_rows(tokens.device, torch.float32 if in_fp32 else None), reason
 
 
-def why_not_scaled_exp(
-    config: FusedCEConfig,
-    tokens: Tensor,
-    weight: Tensor,
-    requested: Requested | None = None,
-    here: str | None = None,
-) -> str:
-    """Why the scaled-exp GEMM cannot run, or an empty string: the one list of reasons.
-
-    ``here``: as :func:`choose` takes it. All else is the same on every rank of a group.
-    """
-    requested = requested or Requested(loss_of(config))
-    here = why_not_here(config, tokens, weight) if here is None else here
-    if here:
-        return here
-    interpreted = tokens.device.type == "cpu"
-    if not interpreted and tokens.dtype != torch.bfloat16:
+def _why_not_served(config: FusedCEConfig, tokens: Tensor, requested: Requested) -> str:
+    """Why the scaled-exp GEMM cannot serve a request, the same on every rank of a group; or empty."""
+    if tokens.device.type != "cpu" and tokens.dtype != torch.bfloat16:
         # fp16 has too little exponent for E; fp32 products would be TF32 or slow.
         return f"it takes bfloat16, not {tokens.dtype}"
     beyond = _beyond_its_epilogue(config, requested)

@@ -15,6 +15,16 @@ from megatron_fused_ce.losses.statistics import Upstream
 from megatron_fused_ce.ranks.phases import phase
 
 
+def write_logits(hidden: Tensor, weight: Tensor, out: Tensor) -> None:
+    """``out = hidden @ weight.T``, ``out`` in their dtype or in fp32."""
+    if out.dtype == hidden.dtype:
+        torch.mm(hidden, weight.t(), out=out)
+    elif hidden.is_cuda:
+        torch.mm(hidden, weight.t(), out_dtype=out.dtype, out=out)
+    else:  # torch has that for GPUs alone
+        torch.mm(hidden.to(out.dtype), weight.t().to(out.dtype), out=out)
+
+
 @dataclass(frozen=True, kw_only=True)
 class GemmThenRows(LogitsBackend):
     """:class:`.LogitsBackend` by a plain GEMM."""
@@ -22,6 +32,7 @@ class GemmThenRows(LogitsBackend):
     rows: ModuleType  # kernels.row_kernels or rows_torch
 
     name = "gemm_rows"
+    write_logits = staticmethod(write_logits)
 
     def logits_gemm(
         self, hidden: Tensor, weight: Tensor, targets: Targets, sample: None, out: Tensor | None
@@ -74,16 +85,6 @@ def row_gradients(
         saved.matrix, targets.labels, coefficients, of.logit_scale, out, of.outputs, targets.inv_temperature
     )
     return LogitsGrad(out)
-
-
-def write_logits(hidden: Tensor, weight: Tensor, out: Tensor) -> None:
-    """``out = hidden @ weight.T``, ``out`` in their dtype or in fp32."""
-    if out.dtype == hidden.dtype:
-        torch.mm(hidden, weight.t(), out=out)
-    elif hidden.is_cuda:
-        torch.mm(hidden, weight.t(), out_dtype=out.dtype, out=out)
-    else:  # torch has that for GPUs alone
-        torch.mm(hidden.to(out.dtype), weight.t().to(out.dtype), out=out)
 
 
 def by_triton(device: torch.device) -> bool:

@@ -18,21 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_fused_ce.kernels.records import NOT_HERE, Merged
-from megatron_fused_ce.logits import (
-    LogitsGrad,
-    OrderedTargets,
-    SavedChunk,
-    Scores,
-    Selection,
-    Targets,
-    rows_torch,
-)
+from megatron_fused_ce.logits import LogitsGrad, OrderedTargets, SavedChunk, Scores, Targets, rows_torch
 from megatron_fused_ce.logits.gemm_rows import GemmThenRows, write_logits
 from megatron_fused_ce.losses.statistics import EMPTY, NO_COLUMN, Upstream
 from megatron_fused_ce.losses.terms import Rows
@@ -49,7 +41,7 @@ class LabelSet(NamedTuple):
     columns: Tensor  # int32, of this shard; NO_COLUMN for others, EMPTY
     shares: Tensor | None  # fp32, of a teacher: its probabilities
 
-    def kept(self, kept: Selection, part: int) -> LabelSet:
+    def kept(self, kept: Any, part: int) -> LabelSet:
         shares = None if self.shares is None else kept.of_tokens(self.shares)
         return LabelSet(kept.of_tokens(self.columns), shares)
 

@@ -86,12 +86,10 @@ def row_statistics(
     """Compute the statistics of each row: maximum, sum of exponentials without the label's, label's logit."""
     num_rows, num_columns = logits.shape
     shard = logits.new_empty((4, num_rows), dtype=torch.float32)
-    argmax = torch.empty_like(local_labels) if with_argmax else None
+    argmax = torch.empty_like(local_labels) if with_argmax or form.with_rest else None
     logit_sum = torch.empty_like(shard[0]) if form.with_logit_sum else None
     weighted = torch.empty_like(shard[0]) if form.with_weighted else None
     rest = torch.empty_like(shard[0], dtype=torch.float64) if form.with_rest else None
-    if form.with_rest:
-        argmax = torch.empty_like(local_labels)
     masked = masked_columns(logits, form.valid_columns)
     for rows in row_blocks(num_rows, num_columns):
         z = scaled_logits(logits[rows], logit_scale, form.softcap)

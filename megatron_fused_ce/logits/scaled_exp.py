@@ -39,11 +39,12 @@ class ScaledExp(LogitsBackend):
     name = "scaled_exp"
     needs_logits_buffer = False
 
-    def start_sample(self, weight: Tensor, others: OrderedTargets | None) -> tuple[Tensor, Work]:
+    def start_sample(self, weight: Tensor, others: OrderedTargets | None) -> tuple[Tensor, list[Work]]:
         """Valid rows ``[S, H]`` of the whole weight, as many of each rank."""
         assert self.comm is not None
         count = -(-SAMPLED_ROWS // self.comm.size)
-        return self.comm.gathered(scaled_exp_rows.sample_rows(weight, count, self.outputs))
+        sample, sent = self.comm.gathered(scaled_exp_rows.sample_rows(weight, count, self.outputs))
+        return sample, [sent]
 
     def logits_gemm(
         self, hidden: Tensor, weight: Tensor, targets: Targets, sample: Tensor, out: Tensor | None
@@ -80,7 +81,6 @@ class ScaledExp(LogitsBackend):
         return Scores(stats, tiles, row_scale)
 
     def write_logits(self, hidden: Tensor, weight: Tensor, out: Tensor) -> None:
-        """Logits as :meth:`logits_gemm` saves them, to the bit, without statistics."""
         nowhere = torch.full(hidden.shape[:1], -1, dtype=torch.int64, device=hidden.device)
         no_shift = torch.zeros_like(nowhere, dtype=torch.float32)
         table = scaled_exp_rows.tile_table(nowhere, weight.shape[0])

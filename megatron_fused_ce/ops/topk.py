@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import accumulate, pairwise
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.head import tokens
+from megatron_fused_ce.head.agree import compared
 from megatron_fused_ce.head.autograd import autocast_off, uncompiled
 from megatron_fused_ce.head.call import DEFAULT_CONFIG, Call, takes_config
 from megatron_fused_ce.head.targets import in_token_order, inv_temperature_of
@@ -21,9 +24,8 @@ from megatron_fused_ce.ops.arguments import (
     why_no_mask,
     widened,
 )
-from megatron_fused_ce.ops.shards import Shards
 from megatron_fused_ce.planner.chunks import Cut
-from megatron_fused_ce.ranks.agreement import history_of
+from megatron_fused_ce.ranks.agreement import check_true_vocab_size, history_of
 from megatron_fused_ce.ranks.collectives import DONE, VocabParallel
 
 #: Bytes of a chunk's logits if ``config`` names neither chunks nor a budget.
@@ -102,25 +104,30 @@ def fused_linear_topk(
             gemm_then_rows(hidden.device, logits_dtype=torch.float32)  # raises if torch cannot write fp32
     except (TypeError, ValueError, ImportError) as error:
         wrong = error
-    shards = Shards.agreed(call, comm, wrong, {"k": k, "active_mask given": active_mask is not None})
-    if k > shards.end - shards.first:
-        raise ValueError(f"k is {k}; expected at most the {shards.end - shards.first} ids of the vocabulary")
+    starts, sizes, end = _shards(call, comm, wrong, {"k": k, "active_mask given": active_mask is not None})
+    if k > (num_ids := end - min(starts)):
+        raise ValueError(f"k is {k}; expected at most the {num_ids} ids of the vocabulary")
     with call.on_its_device(), autocast_off(hidden.device):
         hidden, parts = hidden.reshape(-1, hidden.shape[-1]), comm.num_parts
         mask, num_tokens = in_token_order(mask, labels, parts), len(hidden)
-        if active_mask is not None and (counted := tokens.count(mask, comm.group)) is not None:
-            num_tokens = tokens.num_kept(tokens.num_unmasked(counted), num_tokens)
+        if active_mask is not None:
+            num_tokens = tokens.num_kept(tokens.count(mask, comm.group), num_tokens)
         kept = tokens.Kept.of(mask, num_tokens)
         if (inv_t := inv_temperature_of(call.temperature, labels, comm)) is None:
             inv_t = torch.full_like(mask, 1 / float(call.temperature))
         hidden, inv_t = kept.take(hidden, comm.part), kept.of_tokens(inv_t)
         log_probs, ids = mask.new_empty((*mask.shape, k)), labels.new_empty((*mask.shape, k))
-        start, rows = shards.starts[comm.rank], len(weight)
-        real = min(max(shards.end - start, 0), rows)  # rows that are no padding
+        start, rows = starts[comm.rank], len(weight)
+        real = min(max(end - start, 0), rows)  # rows that are no padding
         # Blocks of about sqrt(V / K) columns: then there are few blocks, and few columns in K of them.
         block = 1 << min(8, max(3, (real // k).bit_length() // 2))
         num_blocks = -(-max(rows, k) // block)
-        cut = _cut_of(config, num_tokens, parts, 4 * max(shards.sizes))
+        if config.num_chunks is not None:
+            cut = Cut.into(num_tokens, config.num_chunks)
+        else:  # the same on every rank
+            fit = (CHUNK_BYTES if config.memory_mb is None else config.memory_mb << 20) // (4 * max(sizes))
+            fit = fit - fit % 128 if fit >= 128 else max(fit, 1)
+            cut = Cut.of_length(num_tokens, max(1, (config.chunk_tokens or fit) // parts))
         buffer = mask.new_empty((parts * cut.longest, num_blocks * block))
         index = torch.arange(num_blocks * block + parts, device=mask.device)
         for of_chunk in (slice(chunk.start, chunk.stop) for chunk in cut.chunks):
@@ -142,13 +149,29 @@ def fused_linear_topk(
     return made[0], made[1]
 
 
-def _cut_of(config: FusedCEConfig, num_tokens: int, num_parts: int, token_bytes: int) -> Cut:
-    """Cut ``num_tokens`` of each part into chunks, the same on every rank; a token takes ``token_bytes``."""
-    if config.num_chunks is not None:
-        return Cut.into(num_tokens, config.num_chunks)
-    fit = (CHUNK_BYTES if config.memory_mb is None else config.memory_mb << 20) // token_bytes
-    fit = fit - fit % 128 if fit >= 128 else max(fit, 1)
-    return Cut.of_length(num_tokens, max(1, (config.chunk_tokens or fit) // num_parts))
+def _shards(
+    call: Call, comm: VocabParallel, error: Exception | None, more: dict[str, int]
+) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Compare a call over the ranks; first ids and rows of their shards, and the id behind the last real one.
+
+    Arguments and collectives are those of :func:`.agree.compared`; the host waits.
+
+    Raises:
+        TypeError, ValueError: on every rank, if an argument is wrong or the ranks differ.
+    """
+    if comm.group is not None:
+        _, sizes, starts = compared(call, comm, error, more=more)
+    elif error is not None:
+        raise error
+    else:
+        sizes, starts = (call.weight.shape[0],), (0,)
+        check_true_vocab_size(call.config.true_vocab_size, sizes[0])
+    # From here on all ranks know the same numbers, so that all raise or none does.
+    starts = starts or tuple(accumulate(sizes[:-1], initial=0))
+    ranges = sorted((start, start + rows) for start, rows in zip(starts, sizes, strict=True))
+    if any(left[1] != right[0] for left, right in pairwise(ranges)):
+        raise ValueError(f"the vocabulary shards leave gaps: [start, stop) is {ranges}; expected none")
+    return starts, sizes, call.config.true_vocab_size or ranges[-1][1]
 
 
 def _largest_here(

@@ -80,7 +80,7 @@ def plugin_head(
         config = replace(config, memory_mb=memory_mb)
     # As losses.label.loss_of says it of terms: a z-loss alone has no bound.
     runs, may = in_forward(config, training.dtype, None if config.z_loss else 1.0)
-    # As logits.choose.why_not_scaled_exp says it of tensors.
+    # As logits.choose says it of tensors.
     exp = (
         exp_serves
         and config.logits_backend != "gemm_rows"

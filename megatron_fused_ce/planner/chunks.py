@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 
@@ -17,10 +17,6 @@ class Chunk:
     index: int
     start: int
     stop: int
-
-    @property
-    def num_tokens(self) -> int:
-        return self.stop - self.start
 
 
 @dataclass(frozen=True)
@@ -52,9 +48,3 @@ class Cut:
     def chunks(self) -> tuple[Chunk, ...]:
         bounds = pairwise(self.tokens_of(first) for first in range(self.count + 1))
         return tuple(Chunk(index, start, stop) for index, (start, stop) in enumerate(bounds))
-
-
-def first_tokens(chunks: tuple[Chunk, ...], num_tokens: int) -> tuple[Chunk, ...]:
-    """The leading chunks with the first ``num_tokens`` tokens of each part; the last one is shortened."""
-    leading = (chunk for chunk in chunks if chunk.start < num_tokens)
-    return tuple(replace(chunk, stop=min(chunk.stop, num_tokens)) for chunk in leading)

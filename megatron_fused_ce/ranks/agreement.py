@@ -7,7 +7,7 @@ import threading
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -45,13 +45,6 @@ def compare_numbers(per_token: Mapping[str, object], group: dist.ProcessGroup | 
 
 class RankDisagreement(ValueError):
     """The ranks of the tensor-parallel group were called with inputs that do not fit each other."""
-
-
-class Shard(NamedTuple):
-    """A rank's rows of the vocabulary."""
-
-    start: int | None  # the first one's global id, if the caller gave it
-    num_rows: int
 
 
 class Settled(NamedTuple):
@@ -157,7 +150,8 @@ def compare(
     group: dist.ProcessGroup,
     same: dict[str, str],
     of_rank: dict[str, int],
-    shard: Shard,
+    vocab_start: int | None,
+    num_rows: int,
     true_vocab_size: int | None,
     error: Exception | None,
 ) -> Settled:
@@ -172,7 +166,8 @@ def compare(
     Args:
         same: texts of all that must be equal on every rank, by name.
         of_rank: numbers that may differ; the largest must be safe for all ranks.
-        shard: this rank's rows; those of two ranks must not overlap.
+        vocab_start: first global id of this rank's rows, if the caller gave it; those of two ranks must not
+            overlap.
         true_vocab_size: number of real tokens in the whole vocabulary, if the caller gave it.
         error: found by this rank's own checks. All other arguments are then ignored, except the names in
             ``of_rank``.
@@ -183,48 +178,40 @@ def compare(
     """
     size = dist.get_world_size(group)
     digest = int.from_bytes(hashlib.blake2b(repr(same).encode(), digest_size=7).digest())
-    start = -1 if shard.start is None else shard.start
-    mine = [int(error is not None), digest, start, shard.num_rows, *of_rank.values()]
+    start = -1 if vocab_start is None else vocab_start
+    mine = [int(error is not None), digest, start, num_rows, *of_rank.values()]
     sent = torch.tensor(mine, dtype=torch.int64, device=collective_device(group))
     received = sent.new_empty(size * len(mine))
     _all_gather(received, sent, group=group)
     table = received.view(size, len(mine)).tolist()
 
     if any(row[0] for row in table):
-        _raise_everywhere(group, error)
+        words: list[str | None] = [None] * size
+        dist.all_gather_object(words, str(error) if error is not None else None, group=group)
+        if error is not None:
+            raise error
+        told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(words) if text)
+        raise RankDisagreement(f"bad input on another rank of the tensor-parallel group: {told}")
     _, digests, starts, sizes, *numbers = zip(*table, strict=True)
     if len(set(digests)) > 1:
-        _raise_difference(group, same)
+        of_ranks: list[dict[str, str]] = [{} for _ in range(size)]
+        dist.all_gather_object(of_ranks, same, group=group)
+        for name in same:
+            seen = [of_rank.get(name, "nothing") for of_rank in of_ranks]
+            if len(set(seen)) > 1:
+                raise RankDisagreement(
+                    f"the ranks of the tensor-parallel group disagree on {name}: {'; '.join(seen)} (by rank)"
+                    "; call the head with the same shapes and options on every rank"
+                )
+        raise RankDisagreement(
+            "the ranks of the tensor-parallel group run different versions of this package"
+        )
     check_true_vocab_size(true_vocab_size, sum(sizes))
     ranges = [(start, start + rows) for start, rows in zip(starts, sizes, strict=True)]
-    if shard.start is not None and any(left[1] > right[0] for left, right in pairwise(sorted(ranges))):
+    if vocab_start is not None and any(left[1] > right[0] for left, right in pairwise(sorted(ranges))):
         raise RankDisagreement(
             f"the vocabulary shards overlap: [start, stop) by rank is {ranges}; "
             "vocab_start must be the first global id of this rank's rows"
         )
     facts = dict(zip(of_rank, map(max, numbers), strict=True))
-    return Settled(facts, sizes, starts if shard.start is not None else ())
-
-
-def _raise_difference(group: dist.ProcessGroup, same: dict[str, str]) -> NoReturn:
-    """Raise on every rank, and name the first text that differs. Collectives: one all-gather of the texts."""
-    of_ranks: list[dict[str, str]] = [{} for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(of_ranks, same, group=group)
-    for name in same:
-        seen = [of_rank.get(name, "nothing") for of_rank in of_ranks]
-        if len(set(seen)) > 1:
-            raise RankDisagreement(
-                f"the ranks of the tensor-parallel group disagree on {name}: {'; '.join(seen)} (by rank); "
-                "call the head with the same shapes and options on every rank"
-            )
-    raise RankDisagreement("the ranks of the tensor-parallel group run different versions of this package")
-
-
-def _raise_everywhere(group: dist.ProcessGroup, error: Exception | None) -> NoReturn:
-    """Raise this rank's error, or the messages of other ranks. Collectives: one all-gather of messages."""
-    words: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(words, str(error) if error is not None else None, group=group)
-    if error is not None:
-        raise error
-    told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(words) if text)
-    raise RankDisagreement(f"bad input on another rank of the tensor-parallel group: {told}")
+    return Settled(facts, sizes, starts if vocab_start is not None else ())

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, Protocol, cast
 from weakref import ref
 
 import torch
@@ -50,17 +50,6 @@ class _Done:
 DONE: Work = _Done()
 
 
-class BothWorks(NamedTuple):
-    """Two running collectives as one."""
-
-    first: Work
-    second: Work
-
-    def wait(self) -> None:
-        self.first.wait()
-        self.second.wait()
-
-
 # torch 2.13 renamed these and warns if the old names are used.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -78,13 +67,6 @@ class _OnSideStream:
         assert self.event is not None, "not sent yet: it was started inside coalesced()"
         torch.cuda.current_stream(self._device).wait_event(self.event)
         self._held = ()
-
-
-def _coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether the group's backend can launch several collectives as one. NCCL can; gloo cannot."""
-    backend = group._get_backend(device)
-    # torch before 2.7 may not have the property.
-    return bool(getattr(backend, "supports_coalescing", backend.name() == "nccl"))
 
 
 class _SideStream:
@@ -111,7 +93,10 @@ class _SideStream:
     @contextmanager
     def coalesced(self, group: Any) -> Iterator[None]:
         """Launch the collectives that are started inside as one, at the end."""
-        if self._together is not None or not _coalesces(group, self.device):
+        backend = group._get_backend(self.device)
+        # NCCL can do so, gloo cannot. torch before 2.7 may not have the property.
+        coalesces = getattr(backend, "supports_coalescing", backend.name() == "nccl")
+        if self._together is not None or not coalesces:
             yield
             return
         group._start_coalescing(self.device)

@@ -366,7 +366,7 @@ WHY_NOT = [
 def test_why_not_is_said_and_auto_takes_the_rows(words, options, change, device):
     operands = change(*(torch.ones(rows, 48, dtype=EXP_DTYPE, device=device) for rows in (4, 336)))
     if words == IN_ROWS:  # a copy can be loaded
-        assert words in choose.why_not_scaled_exp(exp_config("auto"), *operands)
+        assert words in choose.why_not_here(exp_config("auto"), *operands)
         return
     with pytest.raises(ValueError, match=words):
         choose.choose(exp_config("auto", **options), *operands)
@@ -401,7 +401,7 @@ def test_on_a_cpu_it_serves_by_name_and_not_in_bf16(backend, dtype, device):
     """Whose products Triton's interpreter gets wrong."""
     inputs = make_inputs("plain", s=4, b=1, hidden_size=48, vocab=336, dtype=dtype, device=device)
     config, hidden = FusedCEConfig(logits_backend=backend), inputs.hidden.flatten(0, 1)
-    reason = choose.why_not_scaled_exp(config, hidden, inputs.weight)
+    reason = choose.why_not_here(config, hidden, inputs.weight)
     assert reason == "it runs on CUDA devices, not on cpu"
 
 
@@ -454,7 +454,7 @@ def test_no_form_that_compiles_is_a_reason_for_the_rows(forms_to_try, device):
     x = torch.zeros(8, 32, device=device, dtype=EXP_DTYPE)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # the reason is what is told
-        reason = choose.why_not_scaled_exp(exp_config("store"), x, x)
+        reason = choose.why_not_here(exp_config("store"), x, x)
     assert "scaled_exp_broken does not compile here (RuntimeError: unexpected layout)" in reason
     with pytest.raises(ValueError, match="scaled_exp_broken does not compile"):
         choose.choose(exp_config("store"), x, x)

@@ -31,10 +31,10 @@ class KnownCall:
     def logits(self):
         return self.real
 
-    def ask(self, request):
+    def ask(self, _, config, *given):
         """Losses of 0, and the argmax."""
-        self.asked.append(request)
-        return torch.zeros(2, 4), (self.real * request.config.logit_scale).max(-1)
+        self.asked.append(config)
+        return torch.zeros(2, 4), (self.real * config.logit_scale).max(-1)
 
     def deferred(self, **options):
         from megatron_fused_ce.adapter.deferred_logits import DeferredLogits
@@ -183,7 +183,7 @@ def test_a_metric_of_logits_leaves_their_gradient(deferred):
 
 def test_a_scale_reaches_the_loss(deferred):
     (0.5 * (deferred * 3)).loss(torch.zeros(2, 4), TokenWeights(None, "nobody said"))
-    assert deferred.call.asked[0].config.logit_scale == 1.5 and counts() == (1, 0)
+    assert deferred.call.asked[0].logit_scale == 1.5 and counts() == (1, 0)
 
 
 def test_acceptance_counts_are_served_from_the_fused_pass(deferred):
@@ -212,9 +212,9 @@ def test_log_probs_of_what_is_remembered(gathered, use, scale, positions):
     """Labels and log-probabilities of the positions that are left, of the whole sequence in the head."""
     seen = []
 
-    def ask(request):
-        seen.append((request.config.logit_scale, request.labels, request.active))
-        entropy = None if request.entropy == "none" else torch.arange(8.0, 16.0).view(2, 4)
+    def ask(_, config, labels, entropy, active):
+        seen.append((config.logit_scale, labels, active))
+        entropy = None if entropy == "none" else torch.arange(8.0, 16.0).view(2, 4)
         return torch.arange(8.0).view(2, 4), entropy
 
     gathered.call.ask = ask
@@ -236,7 +236,7 @@ def test_a_batch_of_one_can_be_squeezed(deferred):
     """Of this rank's part too, for a caller who takes that; then rows are no positions any more."""
     deferred.call.real = deferred.call.real[:, :1]
     one = deferred.call.deferred(for_caller=True)
-    deferred.call.ask = lambda _: (torch.arange(4.0).view(1, 4), None)
+    deferred.call.ask = lambda *_: (torch.arange(4.0).view(1, 4), None)
     rows = (one.transpose(0, 1).squeeze(0) / 2).contiguous()
     assert rows.shape == (4, 6) and rows.size(-1) == 6
     assert torch.equal(rows.log_probs(torch.arange(4))[0], torch.arange(4.0)) and counts() == (1, 0)
@@ -249,7 +249,10 @@ def test_a_batch_of_one_can_be_squeezed(deferred):
 def test_samples_share_rows(gathered):
     """A row of two samples, with one label or another; tests/parallel/test_log_probs.py has others."""
     seen = []
-    gathered.call.ask = lambda request: (seen.append(request.active) or request.labels.float(), None)
+    gathered.call.ask = lambda _, config, labels, entropy, active: (
+        seen.append(active) or labels.float(),
+        None,
+    )
     tokens = torch.tensor([7, 8, 9])
     gathered.log_probs_of(lambda rows: [(rows, torch.arange(8))])
     assert seen == [None]
@@ -264,7 +267,7 @@ def test_samples_share_rows(gathered):
 def test_a_sum_needs_logits_unless_it_is_times_zero(gathered):
     """As slime and miles add it to a loss without response tokens (tests/parallel/test_log_probs.py)."""
     weight = torch.ones((), requires_grad=True)
-    gathered.call.ask = lambda request: (torch.ones(2, 4) * weight, None)
+    gathered.call.ask = lambda *_: (torch.ones(2, 4) * weight, None)
     gathered.log_probs(torch.zeros(2, 4, dtype=torch.long))
     assert (gathered.mean() * 0) == (-0.0 * gathered.sum()) == 0
     assert counts() == (1, 0), "those of log_probs were taken"

@@ -253,7 +253,7 @@ def test_planned_chunks_are_those_that_will_run(inputs, memory_mb, chunking):
         chunks = chosen.cut.chunks
         bounds = [0, *(chunk.stop for chunk in chunks)]
         assert bounds == [*(chunk.start for chunk in chunks), part]
-        sizes = [chunk.num_tokens * inputs.num_parts for chunk in chunks]
+        sizes = [(chunk.stop - chunk.start) * inputs.num_parts for chunk in chunks]
         assert (chosen.count, chosen.capacity) == (len(sizes), max(sizes, default=0))
         assert min(sizes, default=1) > 0
         if "num_chunks" in chunking:
