@@ -17,9 +17,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def files_of(*folders: str) -> list[Path]:
+def files_of(*folders: str, ending: str = ".py") -> list[Path]:
     """Python files, each once: the package's links to the top level left out."""
-    found = (file for folder in folders for file in sorted((ROOT / folder).rglob("*.py")))
+    found = (file for folder in folders for file in sorted((ROOT / folder).rglob(f"*{ending}")))
     return [file for file in found if not any(parent.is_symlink() for parent in file.parents)]
 
 
@@ -108,13 +108,18 @@ def test_no_circle_of_files():
         raise AssertionError(" -> ".join(map(module, error.args[1]))) from None
 
 
-def test_rooms_are_small():
-    """About a dozen files in each, but adapter and plan; a page that a reader can hold."""
+def test_rooms_are_small_and_nothing_grows():
+    """About a dozen files in each, but adapter and plan; a page that a reader can hold. No folder has more
+    lines of Python and shell than tests/budget.txt says, where numbers only fall."""
     assert len(ROOMS - {"kernels"}) <= 18  # which is a link
     modules = Counter(room(file) for file in SOURCES if file.name != "__init__.py")
     assert {name for name, count in modules.items() if count > 14} <= {"adapter", "plan"}
     lines = {module(file): file.read_text().count("\n") for file in SOURCES if room(file) != "kernels"}
     assert not {name: count for name, count in lines.items() if count > 450}
+    for row in (ROOT / "tests" / "budget.txt").read_text().splitlines():
+        most, folder = row.split()
+        files = files_of(folder) + files_of(folder, ending=".sh")
+        assert sum(len(file.read_text().splitlines()) for file in files) <= int(most), folder
 
 
 OURS = "megatron_fused_ce"
