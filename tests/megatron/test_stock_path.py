@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
+import pickle
 import sys
 import types
 
@@ -102,6 +104,15 @@ def test_each_reason_at_build(where, name, value, words):
     if reason:
         with pytest.raises(ValueError, match="z_loss"):
             stock_path.refuse_options(FusedCEConfig(z_loss=1e-4), reason)
+
+
+def test_an_adopted_layer_can_be_copied_and_pickled():
+    layer = GPTModel(adopted=True).output_layer
+    layer.tp_group = None  # the stand-in, and what Megatron's own layer cannot pickle
+    layer._load_state_dict_pre_hooks.clear()
+    for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert type(copied) is type(layer) and copied.fused_ce_config == layer.fused_ce_config
+        assert copied.fused_ce_held.of == copied.fused_ce_held.changed() == ""
 
 
 def test_a_parametrized_weight_stays_unread():
