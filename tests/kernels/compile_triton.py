@@ -12,11 +12,11 @@ its chip, but for what :data:`DOES_NOT_FIT` names. Not under TRITON_INTERPRET.
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -199,35 +199,6 @@ def resources(ptx: str, capability: int) -> tuple[int, int]:
     return max(map(int, registers)), sum(map(int, spilled))
 
 
-def variants_of(kernel: Kernel) -> list[tuple[str, ...]]:
-    """Plain, but that the GEMM writes what it makes; with all options."""
-    plain = tuple(option for option in kernel.options if option == "WRITE")
-    return [plain, kernel.options] if kernel.options else [()]
-
-
-def on_each_chip(capabilities: list[int], named: list[str]) -> Iterator[str]:
-    """A line a variant; one that begins with WRONG is a failure."""
-    for capability in capabilities:
-        limit = SHARED_MEMORY[capability]
-        for name, kernel in KERNELS.items():
-            if name not in named or (name in OF_SCALED_EXP and capability < TMA_SINCE):
-                continue
-            for on in variants_of(kernel):
-                made = compiled(kernel, capability, on)
-                ptx = made.asm["ptx"]
-                registers, spilled = resources(ptx, capability)
-                shared = made.metadata.shared
-                which = "all options" if on and on == kernel.options else "plain"
-                words = f"sm_{capability} {name}, {which}: {registers} registers, {spilled} bytes spilled, "
-                words += f"{shared} bytes of shared memory"
-                if kernel.is_gemm:
-                    words += f", {instructions(ptx)}"
-                fits = shared <= limit and spilled <= (MOST_SPILLED[which] if kernel.is_gemm else 0)
-                if fits == ((name, capability) in DOES_NOT_FIT):
-                    words = f"WRONG {words}: of {limit}"
-                yield words
-
-
 def instructions(ptx: str) -> str:
     """Those of a GEMM's tensor cores and loads."""
     products = "tcgen05.mma", "wgmma.mma_async", "mma.sync"
@@ -238,11 +209,28 @@ def instructions(ptx: str) -> str:
 
 def main() -> int:
     capabilities = [int(word) for word in sys.argv[1:] if word.isdigit()]
-    named = [word for word in sys.argv[1:] if not word.isdigit()]
+    named = [word for word in sys.argv[1:] if not word.isdigit()] or list(KERNELS)
     wrong = False
-    for line in on_each_chip(capabilities, named or list(KERNELS)):
-        print(line, flush=True)
-        wrong = wrong or line.startswith("WRONG")
+    for capability, name in itertools.product(capabilities, named):
+        kernel, limit = KERNELS[name], SHARED_MEMORY[capability]
+        if name in OF_SCALED_EXP and capability < TMA_SINCE:
+            continue
+        # Plain, but that the GEMM writes what it makes; with all options.
+        plain = tuple(option for option in kernel.options if option == "WRITE")
+        for which, on in {"plain": plain, "all options": kernel.options}.items():
+            if which != "plain" and not on:
+                continue
+            made = compiled(kernel, capability, on)
+            ptx, shared = made.asm["ptx"], made.metadata.shared
+            registers, spilled = resources(ptx, capability)
+            words = f"sm_{capability} {name}, {which}: {registers} registers, {spilled} bytes spilled, "
+            words += f"{shared} bytes of shared memory"
+            if kernel.is_gemm:
+                words += f", {instructions(ptx)}"
+            fits = shared <= limit and spilled <= (MOST_SPILLED[which] if kernel.is_gemm else 0)
+            right = fits != ((name, capability) in DOES_NOT_FIT)
+            wrong = wrong or not right
+            print(words if right else f"WRONG {words}: of {limit}", flush=True)
     return int(wrong)
 
 
