@@ -148,21 +148,6 @@ def test_a_head_that_waits_for_modelopt_is_not_said_to_stay(monkeypatch):
             language_module.adopt_output_layer(GPTModel(), options, False)
 
 
-def test_fp32_logits_are_the_heads_own_matter():
-    """Megatron's --output-logit-dtype fp32 is served, and contradicts a flag of ours."""
-    from megatron_fused_ce.adapter import language_module
-
-    def of(config, dtype):
-        return language_module.of_layer(config, types.SimpleNamespace(output_dtype=dtype))
-
-    rounded = FusedCEConfig(logit_precision="activations")
-    assert of(FusedCEConfig("store"), torch.float32) == FusedCEConfig("store", logit_precision="fp32")
-    words = r"--output-logit-dtype fp32 .logit_dtype. and --fused-ce-logit-precision"
-    with pytest.raises(ValueError, match=words):
-        of(rounded, torch.float32)
-    assert of(rounded, torch.bfloat16) is of(rounded, None) is rounded
-
-
 # --- at a call -------------------------------------------------------------------------------------
 
 

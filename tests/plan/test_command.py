@@ -105,6 +105,11 @@ SIZES = [
     (f"{TINY} --hybrid-layer-pattern M/*-/*-", "model.mtp_num_layers model.prediction_pattern", 2, "*-"),
     (f"{TINY} --hybrid-layer-pattern M --mamba-head-dim 16", "model.state_space.num_heads", 8),
     (f"--from-launch 'pretrain_mamba.py {TINY}'", "model.pattern", "MM"),
+    (
+        "--model llama-3-8b --gpus 8 --seq-length 64 --num-distributed-optimizer-instances 4",
+        "parallel.optimizer_instances",
+        4,
+    ),
     # Of a parameter.
     (f"--from-launch '{TINY} --bf16'", BYTES, 4, 12, 0),
     (f"--from-launch '{TINY}'", BYTES, 4, 8, 0),

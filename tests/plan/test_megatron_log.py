@@ -15,7 +15,6 @@ import pytest
 from megatron_fused_ce.plan import closed_world, command, megatron_log
 from megatron_fused_ce.plan.answer import sentences
 from megatron_fused_ce.plan.command import plan_of, setting_of
-from megatron_fused_ce.plan.peaks import counts, stages, static
 from tests.support.checkouts import on_checkouts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -185,18 +184,6 @@ def test_the_first_line_of_a_log(more, behind, first, tmp_path):
     log.write_text(block(LARGE, 128, **more) + behind)
     found = plan_of(["--from-log", str(log), "--gpu", "h200"])
     assert re.match(first, sentences(found)[0].text), sentences(found)[0].text
-
-
-def test_instances_of_the_optimizer_hold_it_whole(tmp_path):
-    """4 over 16 data-parallel ranks: 12 bytes a parameter over 4 ranks, not over 16."""
-    held = {}
-    for instances in (1, 4):
-        log = tmp_path / "train.log"
-        log.write_text(block(LARGE, 128, num_distributed_optimizer_instances=instances))
-        one = setting_of(["--from-log", str(log), "--gpu", "h200"])
-        held[instances] = [static(one, stage)["optimizer"] for stage in stages(one)]
-        count = [counts(one, stage)[0] for stage in stages(one)]
-    assert held[1] == [12 * n // 16 for n in count] and held[4] == [12 * n // 4 for n in count]
 
 
 PRINTS = """
