@@ -12,11 +12,11 @@ its chip, but for what :data:`DOES_NOT_FIT` names. Not under TRITON_INTERPRET.
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,22 +49,20 @@ MOST_SPILLED = {"plain": 1024, "all options": 6144}
 OF_SCALED_EXP = ("scaled_exp", "grad_logits", "row_prologue", "combine_tiles", "finalize_rows", "tile_table")
 TMA_SINCE = 90
 
+#: Types of the kernels' arguments, by name; of all others see :func:`type_of`.
 TYPES = {
-    "label_ptr": "*i64",
-    "argmax_ptr": "*i64",
-    "valid_columns_ptr": "*i64",
-    "found_ptr": "*i64",
-    "unless_ptr": "*i64",
-    "rest_ptr": "*fp64",
-    **dict.fromkeys(("table_ptr", "tile_argmax_ptr"), "*i32"),
-    **dict.fromkeys(("logits_ptr", "tokens_ptr", "sample_ptr", "e_ptr", "x_ptr"), "*bf16"),
-    **dict.fromkeys(("student_ptr", "teacher_ptr"), "*bf16"),
-    **dict.fromkeys(("logit_scale", "scale2", "softcap", "factor", "rtol", "atol"), "fp32"),
-    **dict.fromkeys(
-        (f"{side}_{what}" for side in ("student", "teacher") for what in ("scale", "softcap")), "fp32"
-    ),
-    **dict.fromkeys(("beta", "student_share", "temperature"), "fp32"),
+    "*i64": "label_ptr argmax_ptr valid_columns_ptr found_ptr unless_ptr",
+    "*fp64": "rest_ptr",
+    "*i32": "table_ptr tile_argmax_ptr",
+    "*bf16": "logits_ptr tokens_ptr sample_ptr e_ptr x_ptr student_ptr teacher_ptr",
+    "fp32": "logit_scale scale2 softcap student_scale student_softcap teacher_scale teacher_softcap"
+    " factor rtol atol beta student_share temperature",
 }
+BY_NAME = {name: kind for kind, names in TYPES.items() for name in names.split()}
+
+
+def type_of(name: str) -> str:
+    return BY_NAME.get(name, "*fp32" if name.endswith("_ptr") else "i32")
 
 
 class Kernel(NamedTuple):
@@ -107,24 +105,17 @@ _SIDES = ("MASKED", "STUDENT_SOFTCAP", "TEACHER_SOFTCAP")
 DIVERGENCES = {
     f"divergence_{name}, {kind}, {dtype}": Kernel(
         launch,
-        {"BLOCK": block, "KIND": records.DIVERGENCES.index(kind)},
-        options,
+        {"BLOCK": block if dtype == "bf16" else divergence.FP32_BLOCK, "KIND": number},
+        (*_SIDES, *options),
         dict.fromkeys(("student_ptr", "teacher_ptr", "out_ptr"), f"*{dtype}"),
     )
-    for kind in records.DIVERGENCES
+    for number, kind in enumerate(records.DIVERGENCES)
     for dtype in ("bf16", "fp32")
-    for name, launch, block, options in (
+    for name, launch, block, *options in (
+        ("sums", divergence._divergence_sums, divergence.SUMS_BLOCK),
         (
-            "sums",
-            divergence._divergence_sums,
-            divergence.SUMS_BLOCK if dtype == "bf16" else divergence.FP32_BLOCK,
-            _SIDES,
-        ),
-        (
-            "gradients",
-            divergence._divergence_gradients,
-            divergence.GRADIENT_BLOCK if dtype == "bf16" else divergence.FP32_BLOCK,
-            (*_SIDES, "FACTOR", "WITH_SUMS", "LABEL"),
+            *("gradients", divergence._divergence_gradients, divergence.GRADIENT_BLOCK),
+            *("FACTOR", "WITH_SUMS", "LABEL"),
         ),
     )
 }
@@ -175,8 +166,7 @@ def compiled(kernel: Kernel, capability: int, on: tuple[str, ...]) -> Any:
     constants = {**kernel.constants, **{option: option in on for option in kernel.options}}
     function = kernel.launch.kernel
     names = function.arg_names
-    of_others = {name: "*fp32" if name.endswith("_ptr") else "i32" for name in names}
-    types = {name: {**TYPES, **kernel.types}.get(name, of_others[name]) for name in names}
+    types = {name: kernel.types.get(name, type_of(name)) for name in names}
     if "constexprs" in inspect.signature(ASTSource).parameters:
         types |= dict.fromkeys(constants, "constexpr")
         by_place = {(names.index(n),): value for n, value in constants.items()}
@@ -209,35 +199,6 @@ def resources(ptx: str, capability: int) -> tuple[int, int]:
     return max(map(int, registers)), sum(map(int, spilled))
 
 
-def variants_of(kernel: Kernel) -> list[tuple[str, ...]]:
-    """Plain, but that the GEMM writes what it makes; with all options."""
-    plain = tuple(option for option in kernel.options if option == "WRITE")
-    return [plain, kernel.options] if kernel.options else [()]
-
-
-def on_each_chip(capabilities: list[int], named: list[str]) -> Iterator[str]:
-    """A line a variant; one that begins with WRONG is a failure."""
-    for capability in capabilities:
-        limit = SHARED_MEMORY[capability]
-        for name, kernel in KERNELS.items():
-            if name not in named or (name in OF_SCALED_EXP and capability < TMA_SINCE):
-                continue
-            for on in variants_of(kernel):
-                made = compiled(kernel, capability, on)
-                ptx = made.asm["ptx"]
-                registers, spilled = resources(ptx, capability)
-                shared = made.metadata.shared
-                which = "all options" if on and on == kernel.options else "plain"
-                words = f"sm_{capability} {name}, {which}: {registers} registers, {spilled} bytes spilled, "
-                words += f"{shared} bytes of shared memory"
-                if kernel.is_gemm:
-                    words += f", {instructions(ptx)}"
-                fits = shared <= limit and spilled <= (MOST_SPILLED[which] if kernel.is_gemm else 0)
-                if fits == ((name, capability) in DOES_NOT_FIT):
-                    words = f"WRONG {words}: of {limit}"
-                yield words
-
-
 def instructions(ptx: str) -> str:
     """Those of a GEMM's tensor cores and loads."""
     products = "tcgen05.mma", "wgmma.mma_async", "mma.sync"
@@ -248,11 +209,28 @@ def instructions(ptx: str) -> str:
 
 def main() -> int:
     capabilities = [int(word) for word in sys.argv[1:] if word.isdigit()]
-    named = [word for word in sys.argv[1:] if not word.isdigit()]
+    named = [word for word in sys.argv[1:] if not word.isdigit()] or list(KERNELS)
     wrong = False
-    for line in on_each_chip(capabilities, named or list(KERNELS)):
-        print(line, flush=True)
-        wrong = wrong or line.startswith("WRONG")
+    for capability, name in itertools.product(capabilities, named):
+        kernel, limit = KERNELS[name], SHARED_MEMORY[capability]
+        if name in OF_SCALED_EXP and capability < TMA_SINCE:
+            continue
+        # Plain, but that the GEMM writes what it makes; with all options.
+        plain = tuple(option for option in kernel.options if option == "WRITE")
+        for which, on in {"plain": plain, "all options": kernel.options}.items():
+            if which != "plain" and not on:
+                continue
+            made = compiled(kernel, capability, on)
+            ptx, shared = made.asm["ptx"], made.metadata.shared
+            registers, spilled = resources(ptx, capability)
+            words = f"sm_{capability} {name}, {which}: {registers} registers, {spilled} bytes spilled, "
+            words += f"{shared} bytes of shared memory"
+            if kernel.is_gemm:
+                words += f", {instructions(ptx)}"
+            fits = shared <= limit and spilled <= (MOST_SPILLED[which] if kernel.is_gemm else 0)
+            right = fits != ((name, capability) in DOES_NOT_FIT)
+            wrong = wrong or not right
+            print(words if right else f"WRONG {words}: of {limit}", flush=True)
     return int(wrong)
 
 

@@ -41,12 +41,9 @@ def per_row():
 
 def operands():
     return {
-        "tokens": torch.empty(C, H, dtype=torch.bfloat16),
-        "weight": torch.empty(V, H, dtype=torch.bfloat16),
-        "labels": torch.empty(C, dtype=torch.int64),
-        "table": torch.empty(8, dtype=torch.int32),
-        "out": torch.empty(C, V, dtype=torch.bfloat16),
-        "inv_temperature": per_row(),
+        **{"tokens": torch.empty(C, H).bfloat16(), "weight": torch.empty(V, H).bfloat16()},
+        **{"out": torch.empty(C, V).bfloat16(), "labels": torch.empty(C, dtype=torch.int64)},
+        **{"table": torch.empty(8, dtype=torch.int32), "inv_temperature": per_row()},
     }
 
 

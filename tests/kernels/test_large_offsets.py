@@ -178,20 +178,18 @@ def in_slices(inputs: HeadInputs, dtype: torch.dtype, tokens: int = 512) -> Head
     return HeadResult(loss, torch.cat([part.grad_hidden for part in parts]), grad_weight)
 
 
-def passes():
-    """The rows, and every form of the product."""
-    return ["gemm_rows", *(module.__name__.rsplit(".", 1)[-1] for module in products())]
+#: The rows, and every form of the product, by name.
+PASSES = {"gemm_rows": None} | {module.__name__.rsplit(".", 1)[-1]: module for module in products()}
 
 
 def taking(name, monkeypatch):
     """The logits backend by name, in a form of its product."""
-    chosen = {module.__name__.rsplit(".", 1)[-1]: module for module in products()}
-    monkeypatch.setattr(gemm_variants, "gemm_for", lambda device: chosen.get(name))
+    monkeypatch.setattr(gemm_variants, "gemm_for", lambda device: PASSES[name])
     return {"logits_backend": "gemm_rows" if name == "gemm_rows" else "scaled_exp"}
 
 
 @pytest.mark.parametrize("strategy", ["recompute", "store", "grad_in_forward"])
-@pytest.mark.parametrize("name", passes())
+@pytest.mark.parametrize("name", PASSES)
 @pytest.mark.parametrize("what", ["plain", "options", "outlier"])
 def test_a_chunk_of_more_logits(what, name, strategy, monkeypatch):
     take(60)
@@ -228,7 +226,7 @@ def large_weight():
 
 
 @pytest.mark.parametrize("strategy", ["recompute", "store", "grad_in_forward"])
-@pytest.mark.parametrize("name", passes())
+@pytest.mark.parametrize("name", PASSES)
 def test_a_larger_weight(name, strategy, monkeypatch):
     many_logits.cache_clear()
     take(110)

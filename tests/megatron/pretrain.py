@@ -45,12 +45,7 @@ def next_batch(batches):
     first = mpu.get_tensor_model_parallel_src_rank()
     read = next(batches) if mpu.get_tensor_model_parallel_rank() == 0 else None
     shape = (args.micro_batch_size, args.seq_length)
-    kinds = {
-        "tokens": torch.int64,
-        "position_ids": torch.int64,
-        "labels": torch.int64,
-        "loss_mask": torch.float32,
-    }
+    kinds = dict.fromkeys(("tokens", "position_ids", "labels"), torch.int64) | {"loss_mask": torch.float32}
     batch = {}
     for name, dtype in kinds.items():
         batch[name] = torch.empty(shape, dtype=dtype) if read is None else read[name].contiguous()

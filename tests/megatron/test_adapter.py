@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import copy
 import os
-import pickle
 import re
 import subprocess
 import sys
@@ -19,7 +17,7 @@ import torch
 
 import megatron_fused_ce
 from megatron_fused_ce import FusedCEConfig, autoload_start
-from megatron_fused_ce.adapter import arguments, forms, say, switch
+from megatron_fused_ce.adapter import arguments, switch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -142,59 +140,6 @@ def test_what_enable_refuses(config, error, words):
     with pytest.raises(error, match=words):
         megatron_fused_ce.enable(config)
     assert switch.active_config() is None
-
-
-def test_a_model_that_was_built_before_enable_says_so(monkeypatch):
-    """Its loss comes with real logits, and would end in "heads: 0 fused" without a word."""
-    pytest.importorskip("megatron.core")
-    from megatron_fused_ce.adapter import language_module
-
-    class LanguageModule(torch.nn.Module):
-        post_process = False
-
-        def __init__(self):
-            super().__init__()
-            self.output_layer = torch.nn.Identity()
-            self.setup_embeddings_and_output_layer()
-
-        def setup_embeddings_and_output_layer(self): ...
-
-        def compute_language_model_loss(self, labels, logits): ...
-
-    lines = []
-    monkeypatch.setattr(say, "line", lines.append)
-    monkeypatch.setattr(say, "_said", set())
-    early = LanguageModule()
-    language_module.patch(types.SimpleNamespace(LanguageModule=LanguageModule, __name__=__name__))
-    later = LanguageModule()
-    early.compute_language_model_loss(None, None)
-    assert lines == []
-    megatron_fused_ce.enable()
-    try:
-        for model in (early, early, later):
-            model.compute_language_model_loss(None, None)
-    finally:
-        megatron_fused_ce.disable()
-    assert lines == [
-        "the head of LanguageModule stays on Megatron's own path: it was built before "
-        "megatron_fused_ce.enable(): call that before the model is built. --fused-chunked-ce has no effect "
-        "on this head"
-    ]
-
-
-def test_an_adopted_layer_can_be_copied_and_pickled():
-    pytest.importorskip("megatron.core")
-    from megatron_fused_ce.adapter.output_layer import ColumnParallelLinear
-
-    layer = ColumnParallelLinear.__new__(ColumnParallelLinear)
-    torch.nn.Module.__init__(layer)
-    layer.sequence_parallel = False
-    held = forms.Held("", frozenset())
-    ColumnParallelLinear.adopt(layer, FusedCEConfig(num_chunks=2), False, "GPTModel", held)
-    for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        assert type(copied) is ColumnParallelLinear
-        assert copied.fused_ce_config == layer.fused_ce_config
-        assert copied.fused_ce_held.of == copied.fused_ce_held.changed() == ""
 
 
 # --- main_grad -------------------------------------------------------------------------------------

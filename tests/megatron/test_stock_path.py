@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
+import pickle
 import sys
 import types
 
@@ -12,13 +14,6 @@ import torch
 from megatron_fused_ce import FusedCEConfig
 from megatron_fused_ce.adapter import arguments, caller, forms, say, stock_path
 
-LAYER = {
-    **dict.fromkeys(stock_path.LAYER_ATTRIBUTES, 1),
-    **{"bias": None, "gather_output": False, "is_expert": False, "disable_grad_reduce": False},
-    **{"weight": None, "tp_group": types.SimpleNamespace(size=lambda: 1, rank=lambda: 0)},
-    "sequence_parallel": False,
-}
-
 
 def in_megatron(function):
     """The function, as if Megatron's core had it."""
@@ -26,14 +21,22 @@ def in_megatron(function):
 
 
 class GPTModel:
-    """A head, and a loss that takes deferred logits."""
+    """A head of Megatron's on one rank, adopted or not, and a loss that takes deferred logits."""
 
-    def __init__(self):
-        self.output_layer = megatrons_layer().__new__(megatrons_layer())
-        torch.nn.Module.__init__(self.output_layer)
-        for name, value in LAYER.items():
-            setattr(self.output_layer, name, value)
-        self.config = types.SimpleNamespace(params_dtype=torch.bfloat16)
+    def __init__(self, adopted=False):
+        from megatron.core.model_parallel_config import ModelParallelConfig
+        from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+        from megatron_fused_ce.adapter import output_layer
+
+        initialization = {"use_cpu_initialization": True, "perform_initialization": False}
+        self.config = ModelParallelConfig(params_dtype=torch.bfloat16, **initialization)
+        layer = ColumnParallelLinear(4, 6, config=self.config, init_method=None, bias=False)
+        layer.tp_group = types.SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+        self.output_layer = layer
+        if adopted:
+            held = forms.Held("", frozenset())
+            output_layer.ColumnParallelLinear.adopt(layer, FusedCEConfig(), False, "GPTModel", held)
 
     def compute_language_model_loss(self, labels, logits): ...
 
@@ -54,10 +57,6 @@ def learnt():
     caller.learn(GPTModel)
 
 
-def megatrons_layer():
-    return importlib.import_module("megatron.core.tensor_parallel.layers").ColumnParallelLinear
-
-
 # --- when a model is built -------------------------------------------------------------------------
 
 WITHOUT = object()
@@ -66,8 +65,8 @@ LOGGED = types.SimpleNamespace(config_logger_dir="folder")
 #: Where, which attribute has which value, and words of the reason; none where the value is as by default.
 AT_BUILD = [
     # Megatron moves an attribute: a reason in words, no AttributeError.
-    *(("layer", name, WITHOUT, name) for name in LAYER),
-    ("layer", "bias", torch.zeros(1), "has a bias"),
+    *(("layer", name, WITHOUT, name) for name in stock_path.LAYER_ATTRIBUTES),
+    ("layer", "bias", torch.nn.Parameter(torch.zeros(1)), "has a bias"),
     ("layer", "gather_output", True, "parallel_output=False"),
     ("layer", "is_expert", True, "expert layer"),
     ("layer", "disable_grad_reduce", True, "LoRA"),
@@ -107,6 +106,15 @@ def test_each_reason_at_build(where, name, value, words):
             stock_path.refuse_options(FusedCEConfig(z_loss=1e-4), reason)
 
 
+def test_an_adopted_layer_can_be_copied_and_pickled():
+    layer = GPTModel(adopted=True).output_layer
+    layer.tp_group = None  # the stand-in, and what Megatron's own layer cannot pickle
+    layer._load_state_dict_pre_hooks.clear()
+    for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert type(copied) is type(layer) and copied.fused_ce_config == layer.fused_ce_config
+        assert copied.fused_ce_held.of == copied.fused_ce_held.changed() == ""
+
+
 def test_a_parametrized_weight_stays_unread():
     """A spectral norm takes a step at each read, and Megatron's layer makes so many."""
     model = GPTModel()
@@ -140,41 +148,7 @@ def test_a_head_that_waits_for_modelopt_is_not_said_to_stay(monkeypatch):
             language_module.adopt_output_layer(GPTModel(), options, False)
 
 
-def test_fp32_logits_are_the_heads_own_matter():
-    """Megatron's --output-logit-dtype fp32 is served, and contradicts a flag of ours."""
-    from megatron_fused_ce.adapter import language_module
-
-    def of(config, dtype):
-        return language_module.of_layer(config, types.SimpleNamespace(output_dtype=dtype))
-
-    rounded = FusedCEConfig(logit_precision="activations")
-    assert of(FusedCEConfig("store"), torch.float32) == FusedCEConfig("store", logit_precision="fp32")
-    words = r"--output-logit-dtype fp32 .logit_dtype. and --fused-ce-logit-precision"
-    with pytest.raises(ValueError, match=words):
-        of(rounded, torch.float32)
-    assert of(rounded, torch.bfloat16) is of(rounded, None) is rounded
-
-
 # --- at a call -------------------------------------------------------------------------------------
-
-
-class Layer(types.SimpleNamespace):
-    """What a call of an adopted layer looks at, as Megatron has it."""
-
-    _call_impl = torch.nn.Module._call_impl
-    _wrapped_call_impl = torch.nn.Module._wrapped_call_impl
-    _modules: dict[str, object] = {}  # noqa: RUF012
-    fused_ce_held = property(lambda _: forms.Held("", frozenset()))
-
-    def __init__(self, **others):
-        kind = megatrons_layer()
-        super().__init__(**{
-            **{name: value for name, value in LAYER.items() if name != "weight"},
-            **{"_forward_impl": types.MethodType(kind._forward_impl, object()), "_forward_hooks": {}},
-            **{"output_size_per_partition": 6, "stock_forward": kind.forward},
-            **{"stock_call": types.MethodType(torch.nn.Module.__call__, object())},
-            **{"sequence_parallel": True, "fused_ce_sequence_parallel": True, **others},
-        })  # fmt: skip
 
 
 def hook(*arguments):
@@ -206,8 +180,7 @@ AT_CALL = [
     ({"weight": SHARDED}, ""),
     ({"weight": SHARDED, **JOINED}, ""),
     ({"weight": SHARDED, "hooks": [capture], **JOINED}, "FSDP frees weights"),
-    ({"sequence_parallel": False, "fused_ce_sequence_parallel": False}, ""),
-    ({"sequence_parallel": False}, "sequence parallelism off"),
+    ({"sequence_parallel": True}, "sequence parallelism off"),
     ({"hidden": (2, 4)}, "2 dimensions"),
     ({"config": LOGGED}, "config logger"),
     ({"config": INVARIANT}, "--batch-invariant-mode replaces"),
@@ -221,7 +194,12 @@ def test_each_reason_at_a_call(change, words, monkeypatch):
     monkeypatch.setitem(sys.modules, "modelopt.torch.distill.distillation_model", distillation)
     of_call = {"hooks": [], "hidden": (2, 1, 4), "weight": torch.zeros(6, 4), **change}
     hooks, hidden, weight = (of_call.pop(name) for name in ("hooks", "hidden", "weight"))
-    model, layer = GPTModel(), Layer(_forward_hooks=dict(enumerate(hooks)), **of_call)
+    model = GPTModel(adopted=True)
+    layer = model.output_layer
+    for each in hooks:
+        layer.register_forward_hook(each)
+    for name, value in of_call.items():
+        setattr(layer, name, value)
     model.output_layer = lambda: stock_path.reason_at_call(
         layer, torch.zeros(hidden), weight, False, sys._getframe(1)
     )
@@ -246,7 +224,8 @@ def test_the_heads_of_multi_token_prediction(monkeypatch):
 
     def head():
         inputs = torch.zeros(2, 1, 4), torch.zeros(6, 4)
-        return stock_path.reason_at_call(Layer(), *inputs, False, sys._getframe(1))
+        layer = GPTModel(adopted=True).output_layer
+        return stock_path.reason_at_call(layer, *inputs, False, sys._getframe(1))
 
     loss = GPTModel().compute_language_model_loss
     assert own(head, loss) == ""
@@ -266,18 +245,13 @@ def test_what_log_probs_alone_refuse():
 @pytest.mark.parametrize("dtype", [torch.float32, None])
 def test_gathered_logits_have_the_dtype_of_megatrons(dtype):
     """That of --output-logit-dtype, and the whole vocabulary's shape."""
-    from megatron_fused_ce.adapter import output_layer
-
-    model = GPTModel()
+    model = GPTModel(adopted=True)
     layer = model.output_layer
-    layer.__class__ = output_layer.ColumnParallelLinear
     layer.sequence_parallel = layer.fused_ce_sequence_parallel = True
-    layer.fused_ce_config, layer.fused_ce_held = FusedCEConfig(), forms.Held("", frozenset())
-    layer.weight = torch.nn.Parameter(torch.zeros(5, 4))
     layer.tp_group = types.SimpleNamespace(size=lambda: 2)
-    layer.output_size, layer.output_size_per_partition, layer.output_dtype = 10, 5, dtype
+    layer.output_size, layer.output_dtype = 12, dtype
     hidden = torch.zeros(3, 1, 4, dtype=torch.bfloat16)
     with caller.returned_to_caller():
         logits, _ = model._postprocess(hidden, runtime_gather_output=True)
-    assert (logits.shape, logits.dtype) == ((6, 1, 10), dtype or torch.bfloat16)
-    assert model._postprocess(hidden, labels=True)[0].shape == (6, 1, 5)
+    assert (logits.shape, logits.dtype) == ((6, 1, 12), dtype or torch.bfloat16)
+    assert model._postprocess(hidden, labels=True)[0].shape == (6, 1, 6)

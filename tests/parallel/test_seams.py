@@ -260,7 +260,7 @@ def built_before_the_flag(model: Any, stack: contextlib.ExitStack) -> None:
 
     from megatron_fused_ce.adapter.language_module import ADOPTED
 
-    delattr(model, ADOPTED)
+    vars(model).pop(ADOPTED, None)
     model.output_layer.__class__ = layers.ColumnParallelLinear
 
 
@@ -506,6 +506,9 @@ ROWS = {
     "an output processor and an option": stays(
         "", use=through_processor, raises="ignore_index: Megatron's own loss",
         options={"ignore_index": -100}, families=GPT, since=(0, 18),
+    ),
+    "built before the flag": Row(
+        ("it was built before megatron_fused_ce.enable()",), built_before_the_flag, fused=0, adopted=False
     ),
     "built before the flag, and an option": Row(
         fused=0, change=built_before_the_flag, raises="z_loss: Megatron's own loss", options={"z_loss": 1e-3}

@@ -15,7 +15,6 @@ import pytest
 from megatron_fused_ce.plan import closed_world, command, megatron_log
 from megatron_fused_ce.plan.answer import sentences
 from megatron_fused_ce.plan.command import plan_of, setting_of
-from megatron_fused_ce.plan.peaks import counts, stages, static
 from tests.support.checkouts import on_checkouts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -166,9 +165,7 @@ NONE = "The head .* 0.80 → 0.70 GiB a GPU. The whole: no verdict, "
         ({}, PEAK.format(0, "90000.0"), rf"{NONE}87\.89 GiB were measured where \d+\.\d+ are planned\."),
         ({}, OUT_OF_MEMORY, rf"The run ended out of memory\. {NONE}\d+\.\d+ GiB are planned, which fit"),
         ({"hybrid_layer_pattern": "MGDM"}, "", f"{NONE}layers of kind D G are not counted"),
-        ({"fp8": "hybrid"}, "", f"{NONE}--fp8-format may change memory and is not counted"),
         ({"perform_rl_step": True, "grpo_group_size": 16}, "", f"{NONE}--grpo-group-size .*, and 1 more"),
-        ({"inference_dynamic_batching_buffer_size_gb": 20.0}, "", f"{NONE}--inference-dynamic-b"),
         ({"logits_load_dir": "x", "fp8": "hybrid"}, "", "No effect: .*--logits-load-dir"),
         ({"tensor_parallel_num_weight_shards": 16}, "", "No effect: .*gtp_remat"),
         ({"tensor_parallel_num_weight_shards": 8, "save_dgrads_interval": None}, "", "It fits either way"),
@@ -187,18 +184,6 @@ def test_the_first_line_of_a_log(more, behind, first, tmp_path):
     log.write_text(block(LARGE, 128, **more) + behind)
     found = plan_of(["--from-log", str(log), "--gpu", "h200"])
     assert re.match(first, sentences(found)[0].text), sentences(found)[0].text
-
-
-def test_instances_of_the_optimizer_hold_it_whole(tmp_path):
-    """4 over 16 data-parallel ranks: 12 bytes a parameter over 4 ranks, not over 16."""
-    held = {}
-    for instances in (1, 4):
-        log = tmp_path / "train.log"
-        log.write_text(block(LARGE, 128, num_distributed_optimizer_instances=instances))
-        one = setting_of(["--from-log", str(log), "--gpu", "h200"])
-        held[instances] = [static(one, stage)["optimizer"] for stage in stages(one)]
-        count = [counts(one, stage)[0] for stage in stages(one)]
-    assert held[1] == [12 * n // 16 for n in count] and held[4] == [12 * n // 4 for n in count]
 
 
 PRINTS = """

@@ -139,18 +139,12 @@ def test_the_flag_is_recommended_for_what_it_saves():
 
 
 def test_what_is_not_known_takes_the_verdict_alone(logs):
-    """The table then has the heads; a run that died where it is planned to fit is doubted as well."""
-    result = planned(CASES["no verdict"][0])
-    counted = planned(CASES["no verdict"][1])
+    """The table then has the heads. A run that died where more is planned than there is, is not doubted;
+    test_megatron_log.py has one that died where it is planned to fit."""
+    result, counted = map(planned, CASES["no verdict"])
     assert [way.head for way in result.advice.ways] == [way.head for way in counted.advice.ways]
-    died = planned(DIED.format(**logs))
-    first = sentences(died)[0].text
-    assert first.startswith(
-        "The run ended out of memory. The head (last stage), if the loss is Megatron's own:"
-    )
-    assert "The whole: no verdict, " in first and "are planned, which fit" in first
-    again = planned(f"{DIED.format(**logs)} --micro-batch-size 64")
-    assert sentences(again)[0].text.startswith("The run ended out of memory. ") and not again.doubts
+    died = planned(f"{DIED.format(**logs)} --micro-batch-size 64")
+    assert sentences(died)[0].text.startswith("The run ended out of memory. ") and not died.doubts
 
 
 def test_both_ends_of_what_is_bounded_agree_or_there_is_no_verdict():

@@ -209,6 +209,9 @@ def test_static_memory_by_hand():
     assert list(peaks.static(llama, stage).values()) == [2 * count, 4 * count, 3 * count, 0]
     whole = replace(llama, training=replace(llama.training, distributed_optimizer=False, step_bytes=4))
     assert list(peaks.static(whole, stage).values()) == [2 * count, 4 * count, 12 * count, 4 * count]
+    # Two instances of the optimizer over 4 ranks: each has all of it.
+    two = replace(llama, parallel=replace(llama.parallel, optimizer_instances=2))
+    assert peaks.static(two, stage)["optimizer"] == 6 * count
     # 8 GPUs, EP 4: a rank has a quarter of the experts, whose optimizer 2 ranks share.
     one = setting(mixed(shared=0), Parallel(gpus=8, expert=4))
     (stage,) = peaks.stages(one)

@@ -24,19 +24,16 @@ from megatron_fused_ce.__main__ import COMMANDS
 from tests.support.megatron import CORE_0_19
 
 ROOT = Path(__file__).resolve().parents[2]
-TRACKED = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "megatron_fused_ce", "kernels", "scripts")
+PACKED = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "megatron_fused_ce", "kernels", "scripts")
 #: Of scripts/ what a wheel has: the commands of users, and what they need.
 SHIPPED = ("bench", "lib", "runs")
 #: Of those what no command imports.
 LEFT_OUT = {f"megatron_fused_ce/scripts/bench/{name}.py" for name in ("commits", "trained")}
-#: Tells type checkers that the package has types.
-MARKER = "megatron_fused_ce/py.typed"
-#: What `plan` reads.
-DATA = (
-    "megatron_fused_ce/adapter/known_forms.tsv",
-    "megatron_fused_ce/plan/arguments.tsv",
-    "megatron_fused_ce/plan/models.tsv",
-)
+#: What tells type checkers that the package has types, and what `plan` and the adapter read.
+DATA = {
+    f"megatron_fused_ce/{name}"
+    for name in ("py.typed", "adapter/known_forms.tsv", "plan/arguments.tsv", "plan/models.tsv")
+}
 BUILD = "import sys; from setuptools import build_meta as b; print(getattr(b, sys.argv[1])(sys.argv[2]))"
 
 
@@ -65,45 +62,38 @@ def modules_of_the_tree() -> set[str]:
     } - LEFT_OUT
 
 
-def missing_tools() -> list[str]:
-    """Not by find_spec: asked for pip, setuptools' finder turns its own distutils off in this process."""
-    installed = {distribution.name for distribution in importlib.metadata.distributions()}
-    return sorted({"pip", "setuptools"} - installed)
+def build(hook: str, out: Path, tree: Path) -> Path:
+    """What a hook of the build backend makes of a tree, in ``out``."""
+    return out / run(sys.executable, "-c", BUILD, hook, out, cwd=tree).stdout.split()[-1]
 
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory) -> Path:
-    """A copy of what is tracked, so that no build folder is left in the tree."""
-    if missing_tools():
-        pytest.skip(f"not installed: {missing_tools()}")
-    listed = run("git", "ls-files", "-z", *TRACKED, cwd=ROOT, ok=False)
-    if listed.returncode:
-        pytest.skip("not a git checkout")
-    copy = tmp_path_factory.mktemp("source") / "tree"
-    for name in filter(None, listed.stdout.split("\0")):
-        target = copy / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if (ROOT / name).is_symlink():
-            target.symlink_to(os.readlink(ROOT / name))
-        elif (ROOT / name).exists():
-            target.write_bytes((ROOT / name).read_bytes())
+    """A copy of what is packed, so that no build folder is left in the tree."""
+    # Not by find_spec: asked for pip, setuptools' finder turns its own distutils off in this process.
+    installed = {distribution.name for distribution in importlib.metadata.distributions()}
+    if missing := sorted({"pip", "setuptools"} - installed):
+        pytest.skip(f"not installed: {missing}")
+    copy = tmp_path_factory.mktemp("source")
+    for name in PACKED:
+        if (ROOT / name).is_dir():
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=ignored)
+        else:
+            shutil.copy(ROOT / name, copy)
     return copy
 
 
 @pytest.fixture(scope="module")
 def sdist(tree, tmp_path_factory) -> Path:
-    out = tmp_path_factory.mktemp("sdist")
-    built = run(sys.executable, "-c", BUILD, "build_sdist", out, cwd=tree).stdout.split()[-1]
-    return out / built
+    return build("build_sdist", tmp_path_factory.mktemp("sdist"), tree)
 
 
 @pytest.fixture(scope="module")
 def wheel(sdist, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("wheel")
-    pip_wheel = ("wheel", "--no-deps", "--no-build-isolation", "--no-index")
-    run(sys.executable, "-m", "pip", *pip_wheel, "-w", out, sdist)
-    (built,) = out.glob("*.whl")
-    return built
+    shutil.unpack_archive(sdist, out)
+    return build("build_wheel", out, out / sdist.name.removesuffix(".tar.gz"))
 
 
 @pytest.fixture(scope="module")
@@ -111,10 +101,9 @@ def python(wheel, tmp_path_factory) -> Path:
     """An environment with the wheel, and behind it this one's packages without what their .pth files add."""
     folder = tmp_path_factory.mktemp("environment") / "env"
     run(sys.executable, "-m", "venv", "--without-pip", folder)
-    python = folder / "bin" / "python"
-    purelib = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").stdout
+    python, (packages,) = folder / "bin" / "python", folder.glob("lib/*/site-packages")
     below = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
-    (Path(purelib.strip()) / "below.pth").write_text("\n".join(below))
+    (packages / "below.pth").write_text("\n".join(below))
     absent = run(python, "-c", "import megatron_fused_ce", ok=False)
     assert "No module named 'megatron_fused_ce'" in absent.stderr, "another copy would be tested"
     pip = (sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check")
@@ -126,7 +115,7 @@ def test_the_image_holds_what_is_packed_and_the_workflows_run_targets():
     """No Docker runs here: its command is run from the wheel below. Tests run what is behind lint."""
     lines = (ROOT / "Dockerfile").read_text().splitlines()
     copied = [word for line in lines if line.startswith("COPY") for word in line.split()[1:-1]]
-    assert sorted(copied) == sorted(TRACKED)
+    assert sorted(copied) == sorted(PACKED)
     assert {"ARG BASE=nvcr.io/nvidia/pytorch:25.10-py3", "FROM ${BASE}"} < set(lines)
     assert lines[-1] == 'CMD ["python", "-m", "megatron_fused_ce", "selfcheck"]' and "selfcheck" in COMMANDS
     found = {}
@@ -146,23 +135,21 @@ def test_the_sdist_holds_plain_files(sdist):
         members = archive.getmembers()
     assert all(member.isfile() or member.isdir() for member in members)
     names = {member.name.partition("/")[2] for member in members if member.isfile()}
-    assert modules_of_the_tree() | {"setup.py", "pyproject.toml", "README.md"} <= names
     others = {name for name in names if not name.startswith(("megatron_fused_ce/", "megatron_fused_ce.egg"))}
-    assert MARKER in names
     assert others == {"setup.py", "pyproject.toml", "README.md", "LICENSE", "setup.cfg", "PKG-INFO"}
 
 
 def test_the_wheel_holds_the_modules_and_nothing_else(wheel, tree, tmp_path):
-    """And one built from the tree, as by `pip install .`, the same as from the sdist."""
+    """All of the sdist's; one built from the tree, as by `pip install .`, is the same."""
     with zipfile.ZipFile(wheel) as archive:
         assert archive.testzip() is None
         inside = {name for name in archive.namelist() if ".dist-info/" not in name}
-        assert inside == modules_of_the_tree() | {MARKER, *DATA}  # a top-level kernels/ would shadow PyPI's
+        assert inside == modules_of_the_tree() | DATA  # a top-level kernels/ would shadow PyPI's
         for name in inside:
             assert archive.read(name) == (ROOT / name).read_bytes(), name
-    built = run(sys.executable, "-c", BUILD, "build_wheel", tmp_path, cwd=tree).stdout.split()[-1]
-    assert built == wheel.name and wheel.name.endswith("-py3-none-any.whl")
-    with zipfile.ZipFile(tmp_path / built) as one, zipfile.ZipFile(wheel) as other:
+    built = build("build_wheel", tmp_path, tree)
+    assert built.name == wheel.name and wheel.name.endswith("-py3-none-any.whl")
+    with zipfile.ZipFile(built) as one, zipfile.ZipFile(wheel) as other:
         assert {i.filename: i.CRC for i in one.infolist()} == {i.filename: i.CRC for i in other.infolist()}
 
 
@@ -185,41 +172,8 @@ def test_the_metadata(wheel):
     assert metadata.get_payload().strip() == (ROOT / "README.md").read_text().strip()
     assert "Typing :: Typed" in metadata.get_all("Classifier")
     assert not any("License ::" in words for words in metadata.get_all("Classifier"))
+    # Any torch, and no triton: pip replaces neither of those that an environment has.
     assert [words for words in metadata.get_all("Requires-Dist") if "extra ==" not in words] == ["torch"]
-
-
-#: What an environment has; torch and triton of the index are newer.
-ENVIRONMENTS = {
-    "old torch": {"torch": "2.5.1", "triton": "3.1.0"},
-    "NGC 25.10": {"torch": "2.9.0a0+nv25.10", "pytorch_triton": "3.4.0"},
-    "nothing": {},
-}
-
-
-@pytest.mark.parametrize("name", ENVIRONMENTS)
-def test_pip_replaces_neither_torch_nor_triton(wheel, tmp_path, name):
-    def stub(folder: Path, package: str, version: str, needs: str = "") -> Path:
-        info = folder / f"{package}-{version}.dist-info"
-        info.mkdir(parents=True)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n{needs}")
-        (info / "WHEEL").write_text("Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        (info / "RECORD").touch()
-        return info
-
-    run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "env")
-    (site,), index = (tmp_path / "env").glob("lib/*/site-packages"), tmp_path / "index"
-    for package, version in ENVIRONMENTS[name].items():
-        stub(site, package, version)
-    for package, needs in {"torch": "Requires-Dist: triton\n", "triton": ""}.items():
-        info = stub(index, package, "99.0", needs)
-        with zipfile.ZipFile(index / f"{package}-99.0-py3-none-any.whl", "w") as archive:
-            for file in info.iterdir():
-                archive.write(file, f"{info.name}/{file.name}")
-    pip = (sys.executable, "-m", "pip", "--python", tmp_path / "env/bin/python")
-    words = ("install", "--dry-run", "-q", "--report", "-", "--no-index", "--find-links", index, wheel)
-    done = run(*pip, *words, env={"PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": ""})
-    asked = {item["metadata"]["name"] for item in json.loads(done.stdout)["install"]}
-    assert asked == {"megatron-fused-ce"} | ({"torch", "triton"} if name == "nothing" else set())
 
 
 def test_links_of_the_readme_are_absolute_where_there_is_an_address(tree, tmp_path):
@@ -230,8 +184,7 @@ def test_links_of_the_readme_are_absolute_where_there_is_an_address(tree, tmp_pa
     (copy / "README.md").write_text(
         '![p](docs/p.svg) [d](docs/d.md#a) [b](#b) [w](https://w) <img src="docs/q.svg">'
     )
-    info = run(sys.executable, "-c", BUILD, "prepare_metadata_for_build_wheel", tmp_path, cwd=copy)
-    text = (tmp_path / info.stdout.split()[-1] / "METADATA").read_text()
+    text = (build("prepare_metadata_for_build_wheel", tmp_path, copy) / "METADATA").read_text()
     assert HeaderParser().parsestr(text).get_payload().strip() == (
         f"![p]({address}/raw/main/docs/p.svg) [d]({address}/blob/main/docs/d.md#a) [b](#b) [w](https://w) "
         f'<img src="{address}/raw/main/docs/q.svg">'
@@ -239,18 +192,29 @@ def test_links_of_the_readme_are_absolute_where_there_is_an_address(tree, tmp_pa
     assert f"Project-URL: Source, {address}" in text
 
 
-def test_every_module_imports_from_elsewhere(python, tmp_path):
+#: Imports each module, says where each was found, and runs the op by the kernels: Triton reads their source.
+EVERY = """
+import importlib, sys
+for name in sys.argv[1:]: print(importlib.import_module(name).__file__)
+print(*(m.__file__ for n, m in sys.modules.items() if n.startswith('megatron_fused_ce')), sep='\\n')
+import torch, megatron_fused_ce as m
+from megatron_fused_ce.logits import gemm_rows
+gemm_rows.by_triton = lambda device: True
+hidden, weight, labels = torch.randn(37, 24), torch.randn(101, 24), torch.randint(0, 101, (37,))
+loss = m.fused_linear_cross_entropy(hidden, weight, labels)
+true = torch.nn.functional.cross_entropy(hidden @ weight.t(), labels, reduction="none")
+torch.testing.assert_close(loss, true)
+"""
+
+
+def test_every_module_imports_from_elsewhere_and_the_kernels_run(python, tmp_path):
+    """The op without them is run by the sweep below, checked against fp64."""
     names = {
         name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         for name in modules_of_the_tree()
         if not name.endswith("/__main__.py")
     }
-    code = (
-        "import importlib, sys\n"
-        "for name in sys.argv[1:]: print(importlib.import_module(name).__file__)\n"
-        "print(*(m.__file__ for n, m in sys.modules.items() if n.startswith('megatron_fused_ce')), sep='\\n')"
-    )
-    done = run(python, "-c", code, *sorted(names), cwd=tmp_path)
+    done = run(python, "-c", EVERY, *sorted(names), cwd=tmp_path, env={"TRITON_INTERPRET": "1"})
     files = {Path(line) for line in done.stdout.splitlines() if line != "None"}  # kernels/ has no __init__
     assert len(files) == len(names)
     assert all(python.parents[1] in file.parents for file in files)
@@ -305,22 +269,6 @@ def test_the_commands_run_from_elsewhere_on_a_cpu_without_triton(python, tmp_pat
     assert done.stdout.splitlines()[-1] == "['script.py', '--distributed-backend', 'gloo'] True"
 
 
-KERNELS = """
-import torch, megatron_fused_ce as m
-from megatron_fused_ce.logits import gemm_rows
-gemm_rows.by_triton = lambda device: True
-hidden, weight, labels = torch.randn(37, 24), torch.randn(101, 24), torch.randint(0, 101, (37,))
-loss = m.fused_linear_cross_entropy(hidden, weight, labels)
-true = torch.nn.functional.cross_entropy(hidden @ weight.t(), labels, reduction="none")
-torch.testing.assert_close(loss, true)
-"""
-
-
-def test_the_kernels_from_elsewhere(python, tmp_path):
-    """Triton reads their source. The op beside them is run by the sweep above, checked against fp64."""
-    run(python, "-c", KERNELS, cwd=tmp_path, env={"TRITON_INTERPRET": "1"})
-
-
 #: Parses as pretrain_gpt.py does, and says whether the seams in the model are patched.
 SCRIPT = """
 import sys, typing
@@ -334,19 +282,14 @@ print("RAN", args.fused_chunked_ce, args.fused_ce_num_chunks, patched)
 """
 
 
-@pytest.mark.parametrize("way", ["launch", "autoload"])
-def test_an_unmodified_launch_knows_the_flag(python, tmp_path, way):
-    """Of Megatron's own parser and model (0.19.2), as the installed package hooks into them."""
+def test_an_unmodified_launch_knows_the_flag(python, tmp_path):
+    """By the launcher, then by autoload; of Megatron's own parser and model (0.19.2)."""
     if not CORE_0_19.is_dir():
         pytest.skip(f"no {CORE_0_19.name} in the environment: run scripts/dev/setup_env.sh")
     script = tmp_path / "pretrain_gpt.py"
     script.write_text(SCRIPT)
-    start = [] if way == "autoload" else ["-m", "megatron_fused_ce.launch"]
-    if way == "autoload":
-        run(python, "-m", "megatron_fused_ce", "autoload", "install")
-    try:
-        words = [*start, script, "--fused-chunked-ce", "--fused-ce-num-chunks", "6"]
-        done = run(python, *words, env={"PYTHONPATH": str(CORE_0_19)})
-    finally:
-        run(python, "-m", "megatron_fused_ce", "autoload", "remove")
-    assert "RAN True 6 True" in done.stdout
+    launch = (script, "--fused-chunked-ce", "--fused-ce-num-chunks", "6")
+    for action, start in (("status", ["-m", "megatron_fused_ce.launch"]), ("install", [])):
+        run(python, "-m", "megatron_fused_ce", "autoload", action)
+        done = run(python, *start, *launch, env={"PYTHONPATH": str(CORE_0_19)})
+        assert "RAN True 6 True" in done.stdout
