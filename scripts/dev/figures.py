@@ -122,14 +122,14 @@ HEAD_COLUMNS = {
     "unfused": "megatron-unfused",
 }
 #: File, columns beside those, and label, shape and tokens of each row.
-MOE = (
+MOE: tuple[Any, ...] = (
     "2026-11-28-h200-moe",
     {},
     ("Qwen3-30B-A3B", "qwen3-30b-a3b", 16384),
     ("gpt-oss-20b", "gpt-oss-20b", 16384),
     ("DeepSeek-V3", "deepseek-v3", 16384),
 )
-TP2 = (
+TP2: tuple[Any, ...] = (
     "2026-11-28-h200-tp2-t39",
     {"`grad_in_forward`": "grad_in_forward"},
     ("H = 2048", "2048x128256", 4096),
