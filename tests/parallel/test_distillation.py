@@ -102,9 +102,7 @@ def against_fp64(
     assert_right(problem, made._replace(outputs=outputs))
 
 
-CASES = {"-".join(map(str, row.values())): row for row in pairs.rows_of("divergence over ranks")}
-
-
+CASES = pairs.cases("divergence over ranks")
 FOUR = {"kind": "reverse_kl", "strategy": "grad_in_forward", "values": "sure of others", "skips": "masked"}
 
 
