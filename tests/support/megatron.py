@@ -522,17 +522,16 @@ def scheduled(step: Any, stages: list[Any], batches: Sequence[Any], **more: Any)
     )
 
 
+def gradients_of(built: Any) -> dict[str, torch.Tensor]:
+    """What was added up for each parameter, by name: in its ``main_grad`` where it has one."""
+    named = {name: getattr(of, "main_grad", of.grad) for name, of in built.named_parameters()}
+    return {name: grad.clone() for name, grad in named.items() if grad is not None}
+
+
 def results_of(built: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
     """The loss, and every gradient that its backward leaves, by name."""
     loss.backward()
-    named = {name: parameter.grad for name, parameter in built.named_parameters()}
-    return {"loss": loss.detach(), **{name: grad.clone() for name, grad in named.items() if grad is not None}}
-
-
-def main_grads(built: Any) -> dict[str, torch.Tensor]:
-    """What was added up for each parameter, by name."""
-    named = built.named_parameters()
-    return {name: parameter.main_grad.clone() for name, parameter in named if parameter.requires_grad}
+    return {"loss": loss.detach(), **gradients_of(built)}
 
 
 def assert_same(
