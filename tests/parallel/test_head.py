@@ -132,11 +132,8 @@ def against_fp64(
     same_on_all_ranks(rank, loss)
     assert weight.grad is None or main_grad is None
     of_weight = weight.grad if main_grad is None else main_grad
-    result = HeadResult(
-        loss.detach(),
-        head.whole_hidden(rank, hidden.grad, sequence_parallel),
-        exact.grad_weight if of_weight is None else head.whole_rows(rank, of_weight),
-    )
+    of_weight = exact.grad_weight[rows] if of_weight is None else of_weight
+    result = HeadResult(loss.detach(), *head.whole(rank, sequence_parallel, hidden.grad, of_weight))
     exact, eager = (
         HeadResult(of.loss.where(~skipped, 0.0), of.grad_hidden, of.grad_weight + earlier)
         for of in (exact, eager)

@@ -145,13 +145,3 @@ class RandomDelays:
             streams = (torch.cuda.current_stream, torch.cuda.default_stream)
             with torch.cuda.stream(self._random.choice(streams)(self._device)):
                 torch.cuda._sleep(int(seconds * self.CYCLES_PER_S))  # type: ignore[attr-defined]
-
-
-def first_difference(by_rank: list[list[Collective]]) -> str:
-    """'' where every rank issued the same calls in the same order, else the first that differ."""
-    for index in range(max(map(len, by_rank), default=0)):
-        here = [str(calls[index]) if index < len(calls) else "nothing more" for calls in by_rank]
-        if len(set(here)) > 1:
-            told = "; ".join(f"rank {rank}: {call}" for rank, call in enumerate(here))
-            return f"collective {index} differs: {told}"
-    return ""
