@@ -365,18 +365,21 @@ def stack_spec(stack: Any, submodules: Any) -> Any:
     return ModuleSpec(module=stack, submodules=submodules(**parts))
 
 
+def ddp(built: Any, **options: Any) -> Any:
+    """The model in Megatron's DDP."""
+    from megatron.core import distributed
+
+    config = distributed.DistributedDataParallelConfig(grad_reduce_in_fp32=True, **options)
+    return distributed.DistributedDataParallel(built.config, config, built)
+
+
 def in_ddp(model: Model, rank: Rank) -> list[Any]:
     """This rank's stages, first to last, each in Megatron's DDP."""
     from megatron.core import distributed
 
-    stages = build_stages(model, rank)
+    stages = [as_called(model, stage) for stage in build_stages(model, rank)]
+    wrapped = [ddp(stage, overlap_grad_reduce=model.overlap, bucket_size=1) for stage in stages]
     config = stages[0].config
-    of_ddp = distributed.DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, overlap_grad_reduce=model.overlap, bucket_size=1
-    )
-    wrapped = [
-        distributed.DistributedDataParallel(config, of_ddp, as_called(model, stage)) for stage in stages
-    ]
     if model.overlap:
         several = [stage.no_sync for stage in wrapped]
         config.no_sync_func = several if model.virtual > 1 else several[0]
@@ -397,27 +400,14 @@ class Training:
     """A model under training by Megatron's Adam: ``model``, ``ddp`` around it, and ``optimizer``."""
 
     def __init__(
-        self,
-        rank: Rank,
-        model: Any,
-        ddp: Any = None,
-        *,
-        distributed: bool = False,
-        lr: float = 1e-2,
-        **options: Any,
+        self, rank: Rank, model: Any, wrapped: Any = None, *, distributed: bool = False, **options: Any
     ) -> None:
-        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-        config = model.config
         self.rank, self.model = rank, model
-        self.ddp = ddp or DistributedDataParallel(
-            config,
-            DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed),
-            model,
-        )
-        adam = {"lr": lr, "bf16": config.bf16, "params_dtype": config.params_dtype, "clip_grad": 1.0}
-        adam |= {"use_distributed_optimizer": distributed, **options}
+        self.ddp = wrapped or ddp(model, use_distributed_optimizer=distributed)
+        adam = {"lr": 1e-2, "bf16": model.config.bf16, "params_dtype": model.config.params_dtype}
+        adam |= {"clip_grad": 1.0, "use_distributed_optimizer": distributed, **options}
         self.optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", **adam), [self.ddp])
 
     def zero_grad(self) -> None:
