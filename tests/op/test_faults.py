@@ -11,7 +11,7 @@ from megatron_fused_ce.head import loop
 from megatron_fused_ce.head.autograd import linear_cross_entropy
 from megatron_fused_ce.head.call import Call
 from megatron_fused_ce.ranks.collectives import VocabParallel
-from tests.support.head import mixed_plans
+from tests.support.head import strategy_in_place
 from tests.support.op import STRATEGIES
 from tests.support.steps import (
     ASKED,
@@ -27,7 +27,7 @@ from tests.support.steps import (
 @pytest.fixture
 def mixed():
     """``auto`` stores the first of two chunks."""
-    with mixed_plans(1):
+    with strategy_in_place("mixed"):
         yield
 
 

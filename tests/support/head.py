@@ -101,22 +101,16 @@ def whole(rank: Rank, sp: bool, grad_hidden: Tensor, grad_weight: Tensor) -> tup
 
 @contextlib.contextmanager
 def strategy_in_place(strategy: str, stored_chunks: int = 1) -> Iterator[str]:
-    """The name to give a config. ``mixed`` is otherwise the planner's choice, for budgets of whole MiB."""
-    if strategy == "mixed":
-        with mixed_plans(stored_chunks):
-            yield "store"
-    else:
+    """The name to give a config. ``mixed`` is otherwise the planner's choice, for budgets of whole MiB: every
+    plan stores the first chunks and recomputes the others."""
+    if strategy != "mixed":
         yield strategy
-
-
-@contextlib.contextmanager
-def mixed_plans(stored_chunks: int) -> Iterator[None]:
-    """Every plan stores the first chunks and recomputes the others."""
+        return
     plan, changes = choose.plan, {"strategy": "mixed", "stored_chunks": stored_chunks, "wgrad_at_once": False}
     agreement.forget()
     try:
         with patch.object(choose, "plan", lambda inputs: replace(plan(inputs), **changes)):
-            yield
+            yield "store"
     finally:
         agreement.forget()
 
