@@ -116,14 +116,6 @@ def imported(file: Path, name: str) -> Any:
     return module
 
 
-def read_forms() -> None:
-    """Parse and compile the files of Megatron's in which a model that is built looks at functions."""
-    from megatron_fused_ce.adapter import forms
-
-    for of in ("", "native"):
-        forms.Held(of, frozenset())
-
-
 # --- the flag --------------------------------------------------------------------------------
 
 
