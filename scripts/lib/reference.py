@@ -264,7 +264,10 @@ def assert_within(
 ) -> dict[str, float]:
     """:func:`assert_close` with the truth and the yardstick at hand."""
     parts = zip(HeadResult._fields, result, exact, eager, strict=True)
-    return {name: assert_part_within(name, *part, dtype) for name, *part in parts}
+    return {
+        name: assert_part_within(name, value, true, yardstick, dtype)
+        for name, value, true, yardstick in parts
+    }
 
 
 def assert_part_within(name: str, value: Tensor, true: Tensor, eager: Tensor, dtype: torch.dtype) -> float:
