@@ -263,14 +263,18 @@ def assert_within(
     result: HeadResult, exact: HeadResult, eager: HeadResult, dtype: torch.dtype
 ) -> dict[str, float]:
     """:func:`assert_close` with the truth and the yardstick at hand."""
-    floor = FLOOR[dtype]
-    errors = {}
-    for name, value, true, yardstick in zip(HeadResult._fields, result, exact, eager, strict=True):
-        assert value.shape == true.shape, f"{name} has shape {tuple(value.shape)}"
-        bound = max(2 * relative_error(yardstick, true), floor)
-        errors[name] = relative_error(value, true)
-        assert errors[name] <= bound, f"{name}: error {errors[name]:.3e} above {bound:.3e}"
-    return errors
+    parts = zip(HeadResult._fields, result, exact, eager, strict=True)
+    return {
+        name: assert_part_within(name, value, true, yardstick, dtype)
+        for name, value, true, yardstick in parts
+    }
+
+
+def assert_part_within(name: str, value: Tensor, true: Tensor, eager: Tensor, dtype: torch.dtype) -> float:
+    assert value.shape == true.shape, f"{name} has shape {tuple(value.shape)}"
+    error, bound = relative_error(value, true), max(2 * relative_error(eager, true), FLOOR[dtype])
+    assert error <= bound, f"{name}: error {error:.3e} above {bound:.3e}"
+    return error
 
 
 #: Options of the loss beyond the plain one, for a vocabulary of 97 or more.

@@ -11,17 +11,23 @@ from megatron_fused_ce.head import loop
 from megatron_fused_ce.head.autograd import linear_cross_entropy
 from megatron_fused_ce.head.call import Call
 from megatron_fused_ce.ranks.collectives import VocabParallel
-from tests.support import orders
-from tests.support.faulty import Filled, OutOfMemoryAt, Step, out_of_memory_at
-from tests.support.head import mixed_plans
+from tests.support.head import strategy_in_place
 from tests.support.op import STRATEGIES
-from tests.support.orders import tensors_alive
+from tests.support.steps import (
+    ASKED,
+    AtOperator,
+    Filled,
+    Step,
+    nothing_is_read_before_it_is_written,
+    out_of_memory_at,
+    tensors_alive,
+)
 
 
 @pytest.fixture
 def mixed():
     """``auto`` stores the first of two chunks."""
-    with mixed_plans(1):
+    with strategy_in_place("mixed"):
         yield
 
 
@@ -47,19 +53,19 @@ CORE = [f"{strategy}, fp32 main_grad" for strategy in STRATEGIES]
 )
 def test_out_of_memory_anywhere(case, request):
     """In every operator of a step, one after the other, with an earlier micro-batch's gradients there."""
-    dtype, strategy, *others = CASES[case]
+    dtype, strategy, end, *options = CASES[case]
     if strategy == "auto":
         request.getfixturevalue("mixed")
-    step = Step(dtype, strategy, *others)
+    step = Step(strategy, end, dtype, **dict(*options))
     step.run()
     earlier = step.gradients()
-    with OutOfMemoryAt() as counted:
+    with AtOperator() as counted:
         step.run()
     right = step.gradients()
     alive = tensors_alive()
 
     outcomes = [out_of_memory_at(step, at, earlier, right) for at in range(1, counted.count + 1)]
-    with OutOfMemoryAt() as of_forward:
+    with AtOperator() as of_forward:
         step.forward()
     assert set(outcomes[: of_forward.count]) == {"untouched"}, "a forward has added something"
     assert ("nan" in outcomes) == (step.main_grad is not None), outcomes
@@ -91,11 +97,11 @@ def test_sums_are_abandoned_then_collectives_waited_for(monkeypatch):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("asked", orders.ASKED)
+@pytest.mark.parametrize("asked", ASKED)
 def test_nothing_is_read_before_it_is_written(asked, strategy):
     if asked.endswith(("row kernels", "scaled-exp GEMM")) and torch.cuda.is_available():
         pytest.skip("Triton's interpreter is off where there is a GPU")
-    orders.nothing_is_read_before_it_is_written(asked, strategy)
+    nothing_is_read_before_it_is_written(asked, strategy)
 
 
 def test_what_is_read_before_it_is_written_is_seen():

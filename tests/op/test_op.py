@@ -17,7 +17,7 @@ from megatron_fused_ce.scripts.lib.reference import (
     relative_error,
     truth,
 )
-from tests.support.head import mixed_plans
+from tests.support.head import strategy_in_place
 from tests.support.losses import problem
 from tests.support.op import DTYPES, STRATEGIES, RoundedFactors, gemm_flops, leaves, run
 
@@ -67,7 +67,7 @@ def test_mixed_saves_the_first_chunks(stored, dtype, device):
         return tensor
 
     config = FusedCEConfig(strategy="recompute", num_chunks=4, logits_backend="gemm_rows")
-    with mixed_plans(stored), torch.autograd.graph.saved_tensors_hooks(remember, lambda t: t):
+    with strategy_in_place("mixed", stored), torch.autograd.graph.saved_tensors_hooks(remember, lambda t: t):
         result = run(inputs, config)
     chunk_logits = (inputs.hidden.shape[0] * inputs.hidden.shape[1] // 4, inputs.weight.shape[0])
     assert sum(tensor.shape == chunk_logits for tensor in saved) == stored

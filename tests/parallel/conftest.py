@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from tests.support import torchrun
-from tests.support.ranks import PLAIN, Ranks
+from tests.support.rank_process import PLAIN
+from tests.support.ranks import Ranks
 
 
 def environment_of(item: Any) -> Any:

@@ -61,9 +61,7 @@ def over_ranks(
     made.loss.backward(problem.upstream)
     outputs = DistillationOutputs(*(None if each is None else each.detach() for each in made))
     same_on_all_ranks(rank, *outputs)
-    return DistillationResult(
-        outputs, head.whole_hidden(rank, hidden.grad, sp), head.whole_rows(rank, weight.grad)
-    )
+    return DistillationResult(outputs, *head.whole(rank, sp, hidden.grad, weight.grad))
 
 
 def against_fp64(
@@ -102,9 +100,7 @@ def against_fp64(
     assert_right(problem, made._replace(outputs=outputs))
 
 
-CASES = {"-".join(map(str, row.values())): row for row in pairs.rows_of("divergence over ranks")}
-
-
+CASES = pairs.cases("divergence over ranks")
 FOUR = {"kind": "reverse_kl", "strategy": "grad_in_forward", "values": "sure of others", "skips": "masked"}
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import itertools
 
 import pytest
-import torch
 
-from tests.support import orders
-from tests.support.faulty import OutOfMemoryAt, Step, out_of_memory_at
+from tests.support import steps
 from tests.support.op import STRATEGIES
 from tests.support.ranks import Rank, on_ranks
+from tests.support.steps import AtOperator, Step, out_of_memory_at
 
 SP = pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
 
@@ -22,10 +21,10 @@ SP = pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
 )
 def test_out_of_memory(rank: Rank, strategy, sp):
     """With collectives under way: what was started is not waited for, and nothing of it is left."""
-    step = Step(torch.float32, strategy, "fp32", rank=rank, sequence_parallel=sp)
+    step = Step(strategy, "fp32", rank=rank, sp=sp)
     step.run()
     earlier = step.gradients()
-    with OutOfMemoryAt() as counted:
+    with AtOperator() as counted:
         step.run()
     right = step.gradients()
     operators = range(1, counted.count + 1)
@@ -40,13 +39,13 @@ def test_out_of_memory(rank: Rank, strategy, sp):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_steps_in_other_orders(rank: Rank, strategy, sp):
     """Their sum in one main_grad: test_head.py."""
-    orders.forwards_without_backward(strategy, rank=rank, sp=sp)
-    orders.backwards_in_any_order(strategy, rank=rank, sp=sp)
+    steps.forwards_without_backward(strategy, rank=rank, sp=sp)
+    steps.backwards_in_any_order(strategy, rank=rank, sp=sp)
     for outer, inner in itertools.product((True, False), repeat=2):
-        orders.nested_checkpoints(strategy, outer, inner, rank=rank, sp=sp)
+        steps.nested_checkpoints(strategy, outer, inner, rank=rank, sp=sp)
 
 
 @on_ranks(2)
 @SP
 def test_two_models_in_one_process(rank: Rank, sp):
-    orders.two_models(rank=rank, sp=sp)
+    steps.two_models(rank=rank, sp=sp)

@@ -102,7 +102,7 @@ class Training(megatron.Training):
         return loss.detach()
 
     def gradients(self) -> list[Tensor]:
-        return [p.main_grad.clone() for p in self.model.parameters() if p.requires_grad]
+        return list(megatron.gradients_of(self.model).values())
 
 
 def one_token_changed(mask: Tensor, gains: bool = False) -> Tensor:

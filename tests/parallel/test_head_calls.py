@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -36,9 +37,7 @@ def fused_result(rank: Rank, inputs, config, sp=False) -> reference.HeadResult:
     loss = fused_linear_cross_entropy(hidden, weight, inputs.labels, **settings)
     loss.backward(inputs.grad_loss)
     same_on_all_ranks(rank, loss)
-    return reference.HeadResult(
-        loss.detach(), head.whole_hidden(rank, hidden.grad, sp), head.whole_rows(rank, weight.grad)
-    )
+    return reference.HeadResult(loss.detach(), *head.whole(rank, sp, hidden.grad, weight.grad))
 
 
 def assert_right(rank: Rank, result, inputs, exponents: float) -> None:
@@ -180,10 +179,7 @@ def test_a_sum_of_terms(rank: Rank, asked, strategy, sp):
 def as_fp64(rank: Rank, asked, strategy, sequence_parallel, merge="auto", dtype=torch.float32):
     inputs = make_inputs("odd-labels", **head.SIZES, dtype=dtype, device=rank.device)
     hidden, weight, group = shard_of(rank, inputs, sequence_parallel)
-
-    def wholes(grad_hidden, grad_weight):
-        return head.whole_hidden(rank, grad_hidden, sequence_parallel), head.whole_rows(rank, grad_weight)
-
+    wholes = partial(head.whole, rank, sequence_parallel)
     compare(TABLE[asked], inputs, strategy, (hidden, weight), wholes, group, merge=merge)
 
 

@@ -360,7 +360,7 @@ def test_the_loss_of_transformer_engine(rank: Rank, name):
 def test_a_log_softmax_that_is_not_known(rank: Rank, place):
     """``selective_log_softmax`` of train_rl.py: it gets real logits."""
     have_groups(rank.size)
-    tokens, positions, _ = rl_utils.tokens_of(rank)
+    tokens, positions = megatron.draw(rank).ids, megatron.positions_and_mask(rank)[0]
     stock = rl_utils.selective_log_softmax
 
     def warmer(logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,7 @@ from tests.support.collectives import Collective, Collectives
 from tests.support.megatron import BATCH, NEWEST, SEQUENCE, VOCAB, Model, build, flag, have_groups, of_core
 from tests.support.op import gemm_flops
 from tests.support.ranks import Rank, on_ranks
-from tests.support.rl_utils import assert_same, patched_caller, tokens_of
+from tests.support.rl_utils import assert_same, patched_caller
 
 CHUNKS, TEMPERATURE = 6, 0.7
 #: Of four samples: all tokens, those of the response. The rest of the sequence is padding.
@@ -61,8 +61,7 @@ class Seen:
         ):
             row.door(self)
         self.calls: list[Collective] = issued.calls
-        named = self.built.named_parameters()
-        self.gradients = {name: x.grad if x.grad is not None else x.main_grad for name, x in named}
+        self.gradients = megatron.gradients_of(self.built)
 
     def total(self, made: Any, upstream: Tensor) -> Tensor:
         """Of log-probabilities and entropy."""
@@ -176,13 +175,13 @@ def by_logits(log_probs: Any) -> Any:
 def by_get_logprobs(seen: Seen) -> None:
     """A training step, and two passes as train_rl.py asks for them and as upstream's tests do: no gradient
     either way."""
-    tokens, positions, upstream = tokens_of(seen.rank)
-    trained = rl_utils.get_logprobs(seen.caller.train(), tokens, positions)
-    trained.backward(upstream.to(trained.dtype))
+    given = seen.ids, seen.where[0][:, : seen.row.positions]
+    trained = rl_utils.get_logprobs(seen.caller.train(), *given)
+    trained.backward(seen.upstream[0, :, : trained.shape[1]].to(trained.dtype))
     seen.caller.eval()
     with torch.no_grad():
-        old = rl_utils.get_logprobs(seen.caller, tokens, positions, no_grad=True)
-    reference = rl_utils.get_logprobs(seen.caller, tokens, positions, no_grad=True)
+        old = rl_utils.get_logprobs(seen.caller, *given, no_grad=True)
+    reference = rl_utils.get_logprobs(seen.caller, *given, no_grad=True)
     seen.made += [(x,) for x in (trained, old, reference)]
 
 
@@ -195,11 +194,18 @@ HALF_SP: dict[str, Any] = {"dtype": torch.bfloat16, "sequence_parallel": True}
 class Row:
     door: Any
     model: Model = field(default_factory=Model)
-    counts: tuple[int, int, int] = (2, 0, 0)
     entropy: str = "none"
     flag: bool = True  # else the processor alone
     real: bool = False  # the caller takes real logits all the same
     num_labels: int = 0  # of a token; 0 for ``[b, s]``
+    positions: int = SEQUENCE  # of get_logprobs; less: a part of the context
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Heads fused, made real, stock; over several ranks MTP's loss takes its gathered logits."""
+        if self.door is by_get_logprobs:
+            return 3, 3 * self.model.mtp, 0
+        return (0, 2, 0) if self.real else (1 if self.door is by_processor else 2, 0, 0)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -214,31 +220,29 @@ SP: dict[str, Any] = {"sequence_parallel": True}
 AT_ONCE, BY_SAMPLES = by_logits(at_once), by_logits(by_samples)
 DETACHED, DIFFERENTIABLE = {"entropy": "detached"}, {"entropy": "differentiable"}
 ROWS = {
-    "processor tied sp": Row(by_processor, Model(tied=True, **SP), (1, 0, 0), **DETACHED, flag=False),
-    "processor mup fused wgrad": Row(
-        by_processor, Model(mup=True, fused_wgrad=True), (1, 0, 0), **DIFFERENTIABLE
-    ),
+    "processor tied sp": Row(by_processor, Model(tied=True, **SP), **DETACHED, flag=False),
+    "processor mup fused wgrad": Row(by_processor, Model(mup=True, fused_wgrad=True), **DIFFERENTIABLE),
     "processor fused wgrad sp, two labels": Row(
-        by_processor, Model(fused_wgrad=True, **SP), (1, 0, 0), **DETACHED, num_labels=2
+        by_processor, Model(fused_wgrad=True, **SP), **DETACHED, num_labels=2
     ),
-    "processor bf16 sp": Row(by_processor, Model(**HALF_SP), (1, 0, 0), **DETACHED),
+    "processor bf16 sp": Row(by_processor, Model(**HALF_SP), **DETACHED),
     "at once": Row(AT_ONCE),
     "at once, tied sp": Row(AT_ONCE, Model(tied=True, **SP), **DIFFERENTIABLE),
     "at once, hybrid bf16 sp": Row(AT_ONCE, Model(family="hybrid", **HALF_SP), **DETACHED),
-    "at once, real": Row(AT_ONCE, Model(**SP), (0, 2, 0), **DETACHED, real=True),
+    "at once, real": Row(AT_ONCE, Model(**SP), **DETACHED, real=True),
     "samples": Row(BY_SAMPLES),
     "samples, tied sp": Row(BY_SAMPLES, Model(tied=True, **SP), **DIFFERENTIABLE),
     "samples, hybrid sp": Row(BY_SAMPLES, Model(family="hybrid", **SP), **DETACHED),
-    "samples, real": Row(BY_SAMPLES, Model(**SP), (0, 2, 0), **DETACHED, real=True),
-    "get_logprobs": Row(by_get_logprobs, Model(strategy="store"), (3, 0, 0)),
+    "samples, real": Row(BY_SAMPLES, Model(**SP), **DETACHED, real=True),
+    "get_logprobs": Row(by_get_logprobs, Model(strategy="store")),
     "get_logprobs grad_in_forward tied sp": Row(
-        by_get_logprobs, Model(strategy="grad_in_forward", tied=True, **SP), (3, 0, 0)
+        by_get_logprobs, Model(strategy="grad_in_forward", tied=True, **SP)
     ),
-    "get_logprobs bf16 sp": Row(by_get_logprobs, Model(**HALF_SP), (3, 0, 0)),
-    "get_logprobs hybrid tied sp": Row(by_get_logprobs, Model(family="hybrid", tied=True, **SP), (3, 0, 0)),
-    # Heads of multi-token prediction are trained too: over several ranks Megatron's loss takes its gathered
-    # logits.
-    "get_logprobs mup mtp 1": Row(by_get_logprobs, Model(mup=True, mtp=1), (3, 3, 0)),
+    "get_logprobs bf16 sp": Row(by_get_logprobs, Model(**HALF_SP)),
+    "get_logprobs hybrid tied sp": Row(by_get_logprobs, Model(family="hybrid", tied=True, **SP)),
+    "get_logprobs mup mtp 1": Row(by_get_logprobs, Model(mup=True, mtp=1)),
+    # The local attention refuses context parallelism: here a part attends to itself, off and on.
+    "get_logprobs, a part of the context": Row(by_get_logprobs, positions=SEQUENCE // 2),
 }
 
 
@@ -269,7 +273,7 @@ def test_off_against_on(rank: Rank, name):
     if model.mtp or row.real:
         return
     # Neither all tokens' logits nor the whole vocabulary's of any: some of six chunks (entropy: a third one).
-    tokens = BATCH * SEQUENCE if not deferred else SEQUENCE
+    tokens = (1 if deferred else BATCH) * row.positions
     everything = (2 if of_rl and half else 4) * tokens * VOCAB // rank.size
     assert off.shards.peak_bytes >= everything
     if model.strategy == "recompute" and row.entropy != "differentiable" and not (of_rl and half):
@@ -300,7 +304,7 @@ def test_multi_token_prediction_beside_it(rank: Rank):
         made = megatron.losses_of(training.ddp, megatron.draw(rank), rank, **processor)
         (-made[0] if processor else made).mean().backward()
         training.ddp.finish_grad_sync()
-        return megatron.main_grads(built)
+        return megatron.gradients_of(built)
 
     have_groups(rank.size)
     right = gradients()
@@ -406,47 +410,21 @@ def test_gathered_logits_of_a_shard(rank: Rank):
     from megatron_fused_ce.adapter import caller
 
     have_groups(rank.size)
-    tokens, positions, _ = tokens_of(rank)
-    expected = build(Model(), rank)(tokens, positions, None, runtime_gather_output=True)
+    tokens, labels, _ = megatron.draw(rank)
+    given = tokens, megatron.positions_and_mask(rank)[0], None
+    expected = build(Model(), rank)(*given, runtime_gather_output=True)
     with flag(z_loss=1e-4), patched_caller(), Collectives({rank.group: "tp"}) as issued:
         on = build(Model(), rank)
         with caller.returned_to_caller():
-            logits = on(tokens, positions, None, runtime_gather_output=True)
+            logits = on(*given, runtime_gather_output=True)
         before = len(issued.calls)
         with pytest.raises(ValueError, match="z_loss: the caller's log-probabilities are those of the plain"):
-            logits.log_probs(tokens)
+            logits.log_probs(labels)
         assert len(issued.calls) == before > 0
     # Half of the tokens or so have it on the other rank.
     assert torch.equal(logits.argmax(-1), expected.argmax(-1))
     assert torch.equal(logits.max(dim=-1).values, expected.max(dim=-1).values)
     assert logits.shape == expected.shape
-
-
-@on_ranks(of_core(2, NEWEST))
-def test_a_part_of_the_context(rank: Rank):
-    """As main's get_logprobs under context parallelism: every position of a part, with labels of its own.
-
-    The local attention refuses context parallelism: here a part attends to itself, off and on.
-    """
-    have_groups(rank.size)
-    tokens, positions, upstream = tokens_of(rank)
-    half = SEQUENCE // 2
-
-    def part_of(model: Any, tokens: Any, positions: Any) -> Any:
-        logits = model(tokens[:, :half], positions[:, :half], None, runtime_gather_output=True)
-        return rl_utils.selective_log_softmax(logits, tokens[:, 1 : half + 1])
-
-    found = []
-    for turn in (contextlib.nullcontext(), flag(num_chunks=3, logit_precision="activations")):
-        with turn as seen, patched_caller(get_logprobs=part_of):
-            built = build(Model(), rank)
-            log_probs = rl_utils.get_logprobs(built, tokens, positions)
-            made = megatron.results_of(built, (log_probs * upstream[:, :half]).sum())
-        found.append(made | {"loss": log_probs.detach()})
-    assert seen.counts == (1, 0, 0)
-    megatron.assert_same(
-        found[1], found[0], lambda name: megatron.LOSS_BOUND if name == "loss" else megatron.GRADIENT_BOUND
-    )
 
 
 @on_ranks(*megatron.both_cores(4))
@@ -455,12 +433,13 @@ def test_a_pipeline_in_bf16(rank: Rank):
     from megatron.core import parallel_state
 
     have_groups(2, 2)
-    tokens, positions, upstream = tokens_of(rank)
+    tokens, _, upstream = megatron.draw(rank)
+    positions, _ = megatron.positions_and_mask(rank)
 
     def run(stage: Any, no_grad: bool) -> Any:
         def step(data: Any, model: Any) -> tuple[torch.Tensor, Any]:
             log_probs = rl_utils.get_logprobs(model, tokens, positions, no_grad=no_grad)
-            return log_probs, None if no_grad else lambda made: ((made.float() * upstream).sum(), {})
+            return log_probs, None if no_grad else lambda made: ((made.float() * upstream[:, 1:]).sum(), {})
 
         return megatron.scheduled(step, [stage], [None], forward_only=no_grad)
 
@@ -476,7 +455,7 @@ def test_a_pipeline_in_bf16(rank: Rank):
         group = parallel_state.get_pipeline_model_parallel_group()
         torch.distributed.broadcast(received, src=last, group=group)
         run(stage.train(), no_grad=False)
-        return received, megatron.main_grads(stage.module)
+        return received, megatron.gradients_of(stage.module)
 
     off = seen()
     with patched_caller(), flag(strategy="recompute", num_chunks=3, logit_precision="activations") as counted:
@@ -519,7 +498,7 @@ def test_a_rank_without_response_tokens(rank: Rank, how):
             with gemm_flops() as flops:
                 loss.backward(torch.full_like(loss, torch.nan) if how == "nan upstream" else None)
         ddp.finish_grad_sync()
-        return loss.detach(), megatron.main_grads(ddp.module), held.peak_bytes, flops.get_total_flops()
+        return loss.detach(), megatron.gradients_of(ddp.module), held.peak_bytes, flops.get_total_flops()
 
     off = seen()
     with flag(deferred_logits=True, strategy="store", num_chunks=6) as counted:

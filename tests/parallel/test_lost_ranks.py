@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.faulty import AtOperator, Step, what_is_left
 from tests.support.op import STRATEGIES
 from tests.support.pairs import generate
 from tests.support.ranks import Rank, RankProcesses
+from tests.support.steps import AtOperator, Step, what_is_left
 
 PHASES = ("forward", "backward")
 #: Of the group, from the loss on: the others wait as long as this for a rank that stays.
@@ -41,7 +41,7 @@ def lose(rank: Rank, ended: str, how, phase, strategy, sp):
 
     The last one is lost before an operator of its next step; if it stays, until the other makes ``ended``.
     """
-    step = Step(torch.float32, strategy, "fp32", rank=rank, sequence_parallel=sp)
+    step = Step(strategy, "fp32", rank=rank, sp=sp)
 
     def act() -> None:
         if how == "killed":
@@ -49,7 +49,7 @@ def lose(rank: Rank, ended: str, how, phase, strategy, sp):
         raise Defect
 
     def run(at: int | None = None) -> int:
-        counted = {name: AtOperator(act, at if name == phase else None) for name in PHASES}
+        counted = {name: AtOperator(at if name == phase else None, act) for name in PHASES}
         with counted["forward"]:
             loss = step.forward()
         with counted["backward"]:

@@ -176,7 +176,7 @@ class Run:
                     loss._temperature = torch.tensor(pair.temperature / (1 + step))
                 schedule(step, False)
                 if step == 0:
-                    self.gradients = megatron.main_grads(self.model)
+                    self.gradients = megatron.gradients_of(self.model)
                 assert training.step()
         self.peak_bytes = storages.peak_bytes
         self.kept_twice = sum("already has an intermediate output" in str(w.message) for w in warned)

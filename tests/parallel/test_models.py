@@ -95,7 +95,7 @@ def train(model: Model, rank: Rank, num_micro_batches: int = 2, steps: int = 1) 
         told = megatron.scheduled(step, stages, batches)
     results = {f"loss of micro-batch {i}": losses["losses"] for i, losses in enumerate(told)}
     for number, stage in enumerate(stages):
-        named = megatron.main_grads(stage.module).items()
+        named = megatron.gradients_of(stage.module).items()
         results |= {f"gradient of {name} in stage {number}": gradient for name, gradient in named}
     for name, value in MTPLossLoggingHelper.tracker.items():
         if isinstance(value, torch.Tensor):

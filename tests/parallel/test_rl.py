@@ -20,8 +20,7 @@ from tests.support.head import (
     same_on_all_ranks,
     scaled_exp_dtype,
     shard_of,
-    whole_hidden,
-    whole_rows,
+    whole,
 )
 from tests.support.op import gemm_flops
 from tests.support.ranks import Rank, on_ranks
@@ -141,7 +140,7 @@ def test_against_fp64(rank: Rank, name):
         assert unknown.any() and not log_prob[unknown].any()
         told &= ~unknown
     ours = [log_prob[told], None if made.entropy is None else made.entropy.detach()[active]]
-    ours += [whole_hidden(rank, hidden.grad, case.sp), whole_rows(rank, weight.grad)]
+    ours += whole(rank, case.sp, hidden.grad, weight.grad)
     select = [lambda x: x[told], lambda x: x[active], lambda x: x, lambda x: x]
     floor = 2 * FLOOR[dtype]
     for value, true, rough, of in zip(ours, exact, eager, select, strict=True):

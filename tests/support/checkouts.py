@@ -21,9 +21,9 @@ def on_checkouts(test: Callable[..., Any]) -> Any:
     )
 
 
-def stand_in(folder: Path, script: str = "", version: str = "MAJOR = 0\nMINOR = 19\nPATCH = 1\n") -> Path:
+def stand_in(folder: Path, script: str = "") -> Path:
     """What passes for a checkout, with ``script`` as its pretrain_gpt.py."""
     (folder / "megatron" / "core").mkdir(parents=True)
-    (folder / "megatron" / "core" / "package_info.py").write_text(version)
+    (folder / "megatron" / "core" / "package_info.py").write_text("MAJOR = 0\nMINOR = 19\nPATCH = 1\n")
     (folder / "pretrain_gpt.py").write_text(script)
     return folder

@@ -21,21 +21,16 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-#: Collectives by the words that their methods of ProcessGroup have; torch 2.13 renamed some of those.
-NAMES = {
-    "all_reduce": ("allreduce", "allreduce_coalesced"),
-    "all_gather": (
-        *("allgather", "_allgather_base", "allgather_into_tensor_coalesced"),
-        *("all_gather_single", "all_gather_single_coalesced"),
-    ),
-    "reduce_scatter": (
-        *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced"),
-        *("reduce_scatter_single", "reduce_scatter_single_coalesced"),
-    ),
-    "all_to_all": ("alltoall", "alltoall_base", "all_to_all_single"),
-    **{name: (name,) for name in ("broadcast", "reduce", "gather", "scatter", "send", "recv", "barrier")},
-}
-METHODS = {method: name for name, methods in NAMES.items() for method in methods}
+NAMES = (
+    *("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "reduce", "broadcast"),
+    *("gather", "scatter", "send", "recv", "barrier"),
+)
+
+
+def collective_of(method: str) -> str:
+    """What a method of ProcessGroup issues, however its version writes that; "" for anything else."""
+    flat = "" if method.startswith("__") else method.replace("_", "")
+    return next((name for name in NAMES if flat.startswith(name.replace("_", ""))), "")
 
 
 class Collective(NamedTuple):
@@ -71,8 +66,8 @@ class Collectives:
         self._patches = contextlib.ExitStack()
 
     def __enter__(self) -> Collectives:
-        for method in filter(lambda method: hasattr(dist.ProcessGroup, method), METHODS):
-            watched = self._watching(METHODS[method], getattr(dist.ProcessGroup, method))
+        for method in filter(collective_of, dir(dist.ProcessGroup)):
+            watched = self._watching(collective_of(method), getattr(dist.ProcessGroup, method))
             self._patches.enter_context(patch.object(dist.ProcessGroup, method, watched))
         return self
 
@@ -145,13 +140,3 @@ class RandomDelays:
             streams = (torch.cuda.current_stream, torch.cuda.default_stream)
             with torch.cuda.stream(self._random.choice(streams)(self._device)):
                 torch.cuda._sleep(int(seconds * self.CYCLES_PER_S))  # type: ignore[attr-defined]
-
-
-def first_difference(by_rank: list[list[Collective]]) -> str:
-    """'' where every rank issued the same calls in the same order, else the first that differ."""
-    for index in range(max(map(len, by_rank), default=0)):
-        here = [str(calls[index]) if index < len(calls) else "nothing more" for calls in by_rank]
-        if len(set(here)) > 1:
-            told = "; ".join(f"rank {rank}: {call}" for rank, call in enumerate(here))
-            return f"collective {index} differs: {told}"
-    return ""

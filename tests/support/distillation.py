@@ -244,17 +244,18 @@ def make_problem(
     size, of_teacher = sizes
     sides = [[normal(s, b, h), normal(vocab, h) / h**0.5] for h in (size, of_teacher)]
     classes = torch.randint(0, SURE_CLASSES, (2, s, b), generator=generator)
+    places = torch.linspace(0, vocab - 1, SURE_CLASSES).long()  # over all shards
     if values == "near":
         sides[1] = [sides[0][0].clone(), sides[0][1] + 1e-3 * normal(vocab, size)]
     for side, (how, at) in zip(sides, VALUES[values], strict=True):
         if how == "sure":
-            _make_sure(*side, classes[at], normal(side[0].shape[-1]))
+            _make_sure(*side, classes[at], places, normal(side[0].shape[-1], SURE_CLASSES))
         elif how == "wide":
             side[1] *= 100  # logits spread over 300: most probabilities underflow in fp32
     upstream = normal(b, s)
     upstream.view(-1)[1::5] = 0.0
     labels = torch.randint(0, vocab, (b, s), generator=generator)
-    labels[0] = _places(vocab)[classes[0, :, 0]]  # where a student may be sure
+    labels[0] = places[classes[0, :, 0]]  # where a student may be sure
     if padding is not None:
         options["true_vocab_size"] = vocab
         for side, num_rows in zip(sides, padding, strict=True):
@@ -284,30 +285,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def _places(vocab: int) -> Tensor:
-    """Classes that a side may be sure of, over all shards."""
-    return torch.linspace(0, vocab - 1, SURE_CLASSES).long()
-
-
-def _make_sure(hidden: Tensor, weight: Tensor, classes: Tensor, directions: Tensor) -> None:
-    """Of each token one class at 0.999999, the others' logits of about 1/10.
-
-    Each class has some columns for itself, of sizes that differ: a gradient of a few equal numbers would have
-    the error of a few roundings.
-    """
-    vocab, size = weight.shape
-    gap = float(torch.tensor(vocab * SURE / (1 - SURE)).log())
-    own = size // (2 * SURE_CLASSES)
-    used = own * SURE_CLASSES
-    hidden *= 0.1
-    hidden[..., :used] = weight[:, :used] = 0.0
-    for at, of_class in enumerate(_places(vocab).tolist()):
-        columns = slice(at * own, (at + 1) * own)
-        direction = 1 + directions[columns].abs()
-        weight[of_class, columns] = direction / direction.norm()
-        sizes = gap * (1 + 0.2 * hidden[..., -1:].abs())  # and tokens that differ
-        here = classes.unsqueeze(-1) == at
-        hidden[..., columns] = torch.where(here, sizes * weight[of_class, columns], hidden[..., columns])
+def _make_sure(hidden: Tensor, weight: Tensor, classes: Tensor, places: Tensor, directions: Tensor) -> None:
+    """Of each token one of the classes in ``places`` at 0.999999, the others' logits of about 1/10: those
+    classes have directions for themselves, and tokens differ in how far they go."""
+    along = torch.linalg.qr(directions)[0].t()
+    weight -= weight @ along.t() @ along
+    weight[places] = along
+    gap = float(torch.tensor(len(weight) * SURE / (1 - SURE)).log())
+    sizes = gap * (1 + 0.2 * hidden[..., -1:].abs())
+    hidden.mul_(0.1).add_(sizes * along[classes])
 
 
 #: Of student and teacher: how their logits are, and which of two draws of classes they are sure of.

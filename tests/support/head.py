@@ -73,13 +73,6 @@ def fresh_group(rank: Rank) -> Iterator[dist.ProcessGroup]:
     dist.destroy_process_group(group)
 
 
-def gathered(rank: Rank, part: Tensor) -> list[Tensor]:
-    """Every rank's part, on every rank."""
-    parts: list[Any] = [None] * rank.size
-    dist.all_gather_object(parts, part.detach().cpu())
-    return [each.to(rank.device) for each in parts]
-
-
 def same_on_all_ranks(rank: Rank, *values: Tensor | None) -> None:
     """In bits, as NaN too is equal to itself; compared by one digest, in one collective."""
     seen = hashlib.sha256()
@@ -93,37 +86,31 @@ def same_on_all_ranks(rank: Rank, *values: Tensor | None) -> None:
     assert all(torch.equal(mine, digest) for digest in digests), "the ranks' values differ"
 
 
-def whole_hidden(rank: Rank, grad_hidden: Tensor, sequence_parallel: bool) -> Tensor:
-    """The gradient of all tokens; without sequence parallelism every rank has it, the same to the bit."""
-    if sequence_parallel:
-        return torch.cat(gathered(rank, grad_hidden))
-    same_on_all_ranks(rank, grad_hidden)
-    return grad_hidden
+def whole(rank: Rank, sp: bool, grad_hidden: Tensor, grad_weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of all tokens and rows, on every rank.
 
-
-def whole_rows(rank: Rank, of_rows: Tensor) -> Tensor:
-    """All ranks' rows."""
-    return torch.cat(gathered(rank, of_rows))
+    Without sequence parallelism every rank has the first, the same to the bit.
+    """
+    if not sp:
+        same_on_all_ranks(rank, grad_hidden)
+    parts: list[Any] = [None] * rank.size
+    dist.all_gather_object(parts, (grad_hidden.cpu(), grad_weight.detach().cpu()))
+    of_tokens, of_rows = (torch.cat(each).to(rank.device) for each in zip(*parts, strict=True))
+    return of_tokens if sp else grad_hidden, of_rows
 
 
 @contextlib.contextmanager
 def strategy_in_place(strategy: str, stored_chunks: int = 1) -> Iterator[str]:
-    """The name to give a config. ``mixed`` is otherwise the planner's choice, for budgets of whole MiB."""
-    if strategy == "mixed":
-        with mixed_plans(stored_chunks):
-            yield "store"
-    else:
+    """The name to give a config. ``mixed`` is otherwise the planner's choice, for budgets of whole MiB: every
+    plan stores the first chunks and recomputes the others."""
+    if strategy != "mixed":
         yield strategy
-
-
-@contextlib.contextmanager
-def mixed_plans(stored_chunks: int) -> Iterator[None]:
-    """Every plan stores the first chunks and recomputes the others."""
+        return
     plan, changes = choose.plan, {"strategy": "mixed", "stored_chunks": stored_chunks, "wgrad_at_once": False}
     agreement.forget()
     try:
         with patch.object(choose, "plan", lambda inputs: replace(plan(inputs), **changes)):
-            yield
+            yield "store"
     finally:
         agreement.forget()
 

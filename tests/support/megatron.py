@@ -116,14 +116,6 @@ def imported(file: Path, name: str) -> Any:
     return module
 
 
-def read_forms() -> None:
-    """Parse and compile the files of Megatron's in which a model that is built looks at functions."""
-    from megatron_fused_ce.adapter import forms
-
-    for of in ("", "native"):
-        forms.Held(of, frozenset())
-
-
 # --- the flag --------------------------------------------------------------------------------
 
 
@@ -365,18 +357,21 @@ def stack_spec(stack: Any, submodules: Any) -> Any:
     return ModuleSpec(module=stack, submodules=submodules(**parts))
 
 
+def ddp(built: Any, **options: Any) -> Any:
+    """The model in Megatron's DDP."""
+    from megatron.core import distributed
+
+    config = distributed.DistributedDataParallelConfig(grad_reduce_in_fp32=True, **options)
+    return distributed.DistributedDataParallel(built.config, config, built)
+
+
 def in_ddp(model: Model, rank: Rank) -> list[Any]:
     """This rank's stages, first to last, each in Megatron's DDP."""
     from megatron.core import distributed
 
-    stages = build_stages(model, rank)
+    stages = [as_called(model, stage) for stage in build_stages(model, rank)]
+    wrapped = [ddp(stage, overlap_grad_reduce=model.overlap, bucket_size=1) for stage in stages]
     config = stages[0].config
-    of_ddp = distributed.DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, overlap_grad_reduce=model.overlap, bucket_size=1
-    )
-    wrapped = [
-        distributed.DistributedDataParallel(config, of_ddp, as_called(model, stage)) for stage in stages
-    ]
     if model.overlap:
         several = [stage.no_sync for stage in wrapped]
         config.no_sync_func = several if model.virtual > 1 else several[0]
@@ -397,27 +392,14 @@ class Training:
     """A model under training by Megatron's Adam: ``model``, ``ddp`` around it, and ``optimizer``."""
 
     def __init__(
-        self,
-        rank: Rank,
-        model: Any,
-        ddp: Any = None,
-        *,
-        distributed: bool = False,
-        lr: float = 1e-2,
-        **options: Any,
+        self, rank: Rank, model: Any, wrapped: Any = None, *, distributed: bool = False, **options: Any
     ) -> None:
-        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-        config = model.config
         self.rank, self.model = rank, model
-        self.ddp = ddp or DistributedDataParallel(
-            config,
-            DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed),
-            model,
-        )
-        adam = {"lr": lr, "bf16": config.bf16, "params_dtype": config.params_dtype, "clip_grad": 1.0}
-        adam |= {"use_distributed_optimizer": distributed, **options}
+        self.ddp = wrapped or ddp(model, use_distributed_optimizer=distributed)
+        adam = {"lr": 1e-2, "bf16": model.config.bf16, "params_dtype": model.config.params_dtype}
+        adam |= {"clip_grad": 1.0, "use_distributed_optimizer": distributed, **options}
         self.optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", **adam), [self.ddp])
 
     def zero_grad(self) -> None:
@@ -522,17 +504,16 @@ def scheduled(step: Any, stages: list[Any], batches: Sequence[Any], **more: Any)
     )
 
 
+def gradients_of(built: Any) -> dict[str, torch.Tensor]:
+    """What was added up for each parameter, by name: in its ``main_grad`` where it has one."""
+    named = {name: getattr(of, "main_grad", of.grad) for name, of in built.named_parameters()}
+    return {name: grad.clone() for name, grad in named.items() if grad is not None}
+
+
 def results_of(built: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
     """The loss, and every gradient that its backward leaves, by name."""
     loss.backward()
-    named = {name: parameter.grad for name, parameter in built.named_parameters()}
-    return {"loss": loss.detach(), **{name: grad.clone() for name, grad in named.items() if grad is not None}}
-
-
-def main_grads(built: Any) -> dict[str, torch.Tensor]:
-    """What was added up for each parameter, by name."""
-    named = built.named_parameters()
-    return {name: parameter.main_grad.clone() for name, parameter in named if parameter.requires_grad}
+    return {"loss": loss.detach(), **gradients_of(built)}
 
 
 def assert_same(

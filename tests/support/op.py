@@ -109,15 +109,12 @@ class RoundedFactors(TorchDispatchMode):
 def gemm_flops() -> FlopCounterMode:
     """Inside it counts the FLOPs of torch's GEMMs, 2 for each element of ``M * N * K``."""
 
-    def in_place(_: Any, a: torch.Size, b: torch.Size, *rest: Any, **more: Any) -> int:
-        return 2 * a[0] * a[1] * b[1]
-
     def product(a: torch.Size, b: torch.Size, *rest: Any, **more: Any) -> int:
         return 2 * a[0] * a[1] * b[1]
 
     # torch's own formulas do not know the form with an out_dtype.
-    aten = torch.ops.aten
-    mapping = {aten.addmm_: in_place, aten.addmm: in_place, aten.mm: product}
+    aten, added = torch.ops.aten, lambda _, *given, **more: product(*given, **more)
+    mapping = {aten.addmm_: added, aten.addmm: added, aten.mm: product}
     return FlopCounterMode(display=False, custom_mapping=mapping)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -104,24 +103,15 @@ def allowed(a: tuple[str, Any], b: tuple[str, Any]) -> bool:
     return ("backend", "scaled_exp") not in (a, b) or (a not in beyond and b not in beyond)
 
 
-def pairs_of(row: dict[str, Any]) -> Iterator[tuple[tuple[str, Any], tuple[str, Any]]]:
-    yield from itertools.combinations(row.items(), 2)
-
-
-def all_pairs(axes: dict[str, tuple[Any, ...]]) -> list[Any]:
-    """Every pair of values that may meet."""
-    values = [[(axis, value) for value in values] for axis, values in axes.items()]
-    both = itertools.combinations(values, 2)
-    return [pair for pairs in both for pair in itertools.product(*pairs) if allowed(*pair)]
-
-
 def generate(axes: dict[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
-    """Rows in which all pairs meet, the same for the same axes.
+    """Rows in which all pairs that may meet do, the same for the same axes.
 
     Greedy: a row begins with the first pair that has not met yet; each further axis takes the value that
     meets most of the others for the first time.
     """
-    left = dict.fromkeys(all_pairs(axes))  # in order, unlike a set
+    values = [[(axis, value) for value in values] for axis, values in axes.items()]
+    both = (pair for two in itertools.combinations(values, 2) for pair in itertools.product(*two))
+    left = dict.fromkeys(pair for pair in both if allowed(*pair))  # in order, unlike a set
     rows = []
     while left:
         row = dict(next(iter(left)))
@@ -131,19 +121,18 @@ def generate(axes: dict[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
             new = [sum((item, of) in left or (of, item) in left for of in met) for item in fits]
             row[axis] = fits[new.index(max(new))][1]
         rows.append({axis: row[axis] for axis in axes})
-        for pair in pairs_of(rows[-1]):
+        for pair in itertools.combinations(rows[-1].items(), 2):
             left.pop(pair, None)
     return rows
 
 
 @functools.cache
-def rows_of(name: str) -> list[dict[str, Any]]:
-    """The calls of one of ``AXES``."""
-    return generate(AXES[name])
+def cases(name: str) -> dict[str, dict[str, Any]]:
+    """The calls of one of ``AXES``, by their values."""
+    return {"-".join(map(str, row.values())): row for row in generate(AXES[name])}
 
 
 def parametrize(name: str) -> pytest.MarkDecorator:
-    """A test by the rows of ``name``: the axes are its parameters, and a row's values name the case."""
-    rows = [tuple(row.values()) for row in rows_of(name)]
-    ids = ["-".join(map(str, row)) for row in rows]
-    return pytest.mark.parametrize(tuple(AXES[name]), rows, ids=ids)
+    """A test by the calls of ``name``: the axes are its parameters."""
+    rows = [tuple(row.values()) for row in cases(name).values()]
+    return pytest.mark.parametrize(tuple(AXES[name]), rows, ids=list(cases(name)))

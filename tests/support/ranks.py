@@ -40,18 +40,8 @@ import pytest
 import torch
 
 from tests.support import rank_process, torchrun
-from tests.support.rank_process import PLAIN, Environment, Place, Rank, RemoteCall
-
-__all__ = [
-    "PLAIN",
-    "Environment",
-    "Rank",
-    "RankFailure",
-    "RankProcesses",
-    "Ranks",
-    "on_ranks",
-    "run_on_ranks",
-]
+from tests.support.rank_process import PLAIN, Environment, Place, RemoteCall
+from tests.support.rank_process import Rank as Rank
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Counted before stand-ins for CUDA can be in this process.

@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.megatron import BATCH, LOSS_BOUND, SEQUENCE, VOCAB
-from tests.support.ranks import Rank
+from tests.support.megatron import LOSS_BOUND
 
 #: Norm-relative, of log-probabilities in fp32 on a CPU.
 BOUND = 2e-7
@@ -26,17 +25,21 @@ def selective_log_softmax(logits: Tensor, index: Tensor) -> Tensor:
 
 
 def get_logprobs(model: Any, tokens: Tensor, positions: Tensor, no_grad: bool = False) -> Tensor:
-    """``[b, s - 1]`` on the last stage of a pipeline, hidden states on the others."""
+    """``[b, s - 1]`` on the last stage of a pipeline, hidden states on the others.
+
+    Of fewer positions than tokens, which is a part of the context, log-probabilities of them all.
+    """
     from megatron.core import parallel_state
     from megatron.core.transformer.module import Float16Module
 
     own_dtype = {"fp32_output": False} if any(isinstance(m, Float16Module) for m in model.modules()) else {}
     # The log-softmax is outside, as Megatron's is.
     with torch.no_grad() if no_grad else contextlib.nullcontext():
-        logits = model(tokens, positions, None, runtime_gather_output=True, **own_dtype)
+        ids, labels = tokens[:, : positions.shape[1]], tokens[:, 1 : positions.shape[1] + 1]
+        logits = model(ids, positions, None, runtime_gather_output=True, **own_dtype)
     if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
         return logits
-    return selective_log_softmax(logits[:, :-1, :], tokens[:, 1:])
+    return selective_log_softmax(logits[:, : labels.shape[1], :], labels)
 
 
 @contextlib.contextmanager
@@ -61,15 +64,6 @@ def patched_caller(is_known: bool = True, **own: Any) -> Iterator[None]:
         rl_logprobs.patch(this)
         patch.setattr(this, import_hook._MARK, True, raising=False)
         yield
-
-
-def tokens_of(rank: Rank) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens and positions ``[b, s]``, and an upstream gradient for each log-probability."""
-    generator = torch.Generator().manual_seed(3)
-    tokens = torch.randint(0, VOCAB, (BATCH, SEQUENCE), generator=generator)
-    upstream = torch.randn(BATCH, SEQUENCE - 1, generator=generator)
-    positions = torch.arange(SEQUENCE).expand(BATCH, -1)
-    return tokens.to(rank.device), positions.to(rank.device), upstream.to(rank.device)
 
 
 def assert_same(got: torch.Tensor, expected: torch.Tensor, in_half: bool = False) -> None:

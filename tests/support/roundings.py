@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_fused_ce.scripts.lib.reference import HeadInputs
-
-Change = Callable[[Tensor], Tensor]
 
 #: Of fp32: half the distance from 1 to the next number.
 UNIT_32 = 2.0**-24
@@ -76,11 +73,11 @@ class Roundings:
 
     def of_term(self, z: Tensor) -> Tensor:
         """``z`` where it enters a term of a loss: the gradients of the terms are rounded one by one."""
-        return _moving(z, _unmoved, lambda given: self._moved(given, FP32_STEPS * UNIT_32))
+        return _with_gradient(z, lambda given: self._moved(given, FP32_STEPS * UNIT_32))
 
     def of_log(self, log_p: Tensor) -> Tensor:
         """Logarithms of probabilities, as numbers of fp32: what they weigh is not moved."""
-        return _moving(log_p, lambda given: self._moved(given, FP32_STEPS * UNIT_32), _unmoved)
+        return log_p + (self._moved(log_p, FP32_STEPS * UNIT_32) - log_p).detach()
 
     def of_logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """``hidden @ weight.T``."""
@@ -90,12 +87,9 @@ class Roundings:
         once = self._unit + FP32_STEPS * UNIT_32
         products = hidden.detach().abs() @ weight.detach().abs().t()
         accumulated = products * (UNIT_32 * hidden.shape[-1] ** 0.5)
-        part = _moving(hidden, _unmoved, lambda given: self.of_gradient(given, len(weight)))
-        return _moving(
-            part @ weight.t(),
-            lambda z: self._moved(z, once, accumulated),
-            lambda gradient: self._moved(gradient, once, self._gradient),
-        )
+        z = _with_gradient(hidden, lambda given: self.of_gradient(given, len(weight))) @ weight.t()
+        z = z + (self._moved(z, once, accumulated) - z).detach()
+        return _with_gradient(z, lambda given: self._moved(given, once, self._gradient))
 
     def _moved(self, x: Tensor, relative: float, absolute: float | Tensor = 0.0) -> Tensor:
         drawn = torch.rand(x.shape, generator=self._generator).to(x) * 2 - 1
@@ -103,22 +97,8 @@ class Roundings:
         return x + drawn * (relative * x.abs() + absolute)
 
 
-def _unmoved(x: Tensor) -> Tensor:
+def _with_gradient(x: Tensor, moved: Callable[[Tensor], Tensor]) -> Tensor:
+    """``x``, whose gradient goes through ``moved``."""
+    x = x.view_as(x)
+    x.register_hook(moved)  # type: ignore[no-untyped-call]
     return x
-
-
-def _moving(x: Tensor, forward: Change, backward: Change) -> Tensor:
-    """``forward(x)``, whose gradient goes through ``backward``."""
-    moved: Tensor = _Moving.apply(x, forward, backward)
-    return moved
-
-
-class _Moving(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: Change, backward: Change) -> Tensor:
-        ctx.change = backward
-        return forward(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.change(grads[0]), None, None

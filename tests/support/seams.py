@@ -45,12 +45,8 @@ class Step:
         from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
         losses = vocab_parallel_cross_entropy(logits.float().clone(), self.labels.t().contiguous())
-        return self.masked(losses.t()) + z_loss_of(logits, self.rank)
-
-
-def z_loss_of(logits: Tensor, rank: Rank) -> Tensor:
-    """Of this rank's columns, by torch's own operators: its gradient survives where another's is lost."""
-    return 1e-3 * logits.float().logsumexp(-1).square().mean()
+        # Of this rank's columns: its gradient survives where the other's is lost.
+        return self.masked(losses.t()) + 1e-3 * logits.float().logsumexp(-1).square().mean()
 
 
 #: Of a model; what reaches beyond it ends with the stack.
