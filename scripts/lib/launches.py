@@ -152,21 +152,24 @@ def start(
     return Started(process, folder)
 
 
-def launch(words: Sequence[str], folder: Path, timeout_s: float, progress: Callable[[str], None]) -> None:
-    """Run a user's launch to its end.
+def launch(words: Sequence[str], folder: Path, timeout_s: float, what: str) -> None:
+    """Run a user's launch to its end; on a terminal its iterations are told. Then a line of its time.
 
     Raises UsageError, with the log's own error, where it fails, or has the flag and no head was fused.
     """
-    started = start(words, folder)
-    figures = started.finish(timeout_s, progress)
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    with console.status(f"launch {what}") as status_line:
+        started = start(words, folder)
+        figures = started.finish(timeout_s, lambda now: status_line.update(f"launch {what}: {now}"))
     if status := started.process.returncode:
-        ended = figures.status
-        if status > 0:
-            ended = f"failed with status {status}"
+        ended = f"failed with status {status}" if status > 0 else figures.status
         reason = f": {figures.error}" if figures.error else ""
         raise UsageError(f"the launch in {folder} {ended}{reason}; its logs are there")
     if FLAG in words and not figures.heads_fused:
         raise UsageError(f"the launch with the flag evaluated no head fused: see its logs in {folder}")
+    console.print(f"launch {what}: {figures.wall_s:.0f} s, logs in {folder}", soft_wrap=True)
 
 
 # --- a launch that a user wrote --------------------------------------------------------------

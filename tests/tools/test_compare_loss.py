@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fused_ce.cli.command_line import UsageError
 from megatron_fused_ce.scripts.lib import launches, losses, results
 from megatron_fused_ce.scripts.lib import logs as megatron_logs
 from megatron_fused_ce.scripts.lib.logs import GRAD_NORM, Point, Record
@@ -527,9 +526,8 @@ def test_a_launch_that_does_not_end(tmp_path, monkeypatch):
     monkeypatch.setattr(launches, "POLL_S", 0.1)
     told = []
     slow = "print(' iteration 3/ 9 | lm loss: 1.0 |', flush=True); import time; time.sleep(60)"
-    with pytest.raises(UsageError, match="timed out after 2 s"):
-        launches.launch([sys.executable, "-c", slow], tmp_path / "run", 2.0, told.append)
-    assert told == ["iteration 3/9"]
+    started = launches.start([sys.executable, "-c", slow], tmp_path / "run")
+    assert started.finish(2.0, told.append).status == "timed out after 2 s" and told == ["iteration 3/9"]
 
 
 RUNNERS = ("", "-m torch.distributed.run", "-m megatron_fused_ce.launch", "-m my.runner --fused-wgrad")
