@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from megatron_fused_ce.adapter.arguments import FLAG
 from megatron_fused_ce.cli.command_line import UsageError
@@ -137,16 +138,11 @@ def start(
     search = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     # torchrun's own options, which stand in the environment where the command line lacks them.
     torchrun = {"PET_LOG_DIR": str(folder / "logs"), "PET_REDIRECTS": "3"}
+    env = {**os.environ, "PYTHONPATH": search, **torchrun, **(environment or {})}
     with open(folder / LAUNCHER_LOG, "w") as log:
+        how: dict[str, Any] = {"stdout": log, "stderr": subprocess.STDOUT, "start_new_session": True}
         try:
-            process = subprocess.Popen(
-                words,
-                cwd=cwd,
-                env={**os.environ, "PYTHONPATH": search, **torchrun, **(environment or {})},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            process = subprocess.Popen(words, cwd=cwd, env=env, **how)
         except OSError as error:
             raise UsageError(f"{words[0]}: {error.strerror}") from None
     return Started(process, folder)
@@ -243,8 +239,7 @@ def refuse_shared_folders(words: Sequence[str]) -> None:
 
 def split_plugin_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """A launch's arguments without the plugin's flags, and those flags."""
-    rest: list[str] = []
-    plugin: list[str] = []
+    rest, plugin = list[str](), list[str]()
     into = rest
     for word in words:
         if word.startswith("--"):
@@ -319,8 +314,7 @@ class Run:
 
     def words(self, megatron: str, torchrun: Sequence[str]) -> list[str]:
         """The command line, with `megatron` for the checkout's folder."""
-        own: list[str] = []
-        module: list[str] = []
+        own, module = list[str](), list[str]()
         if self.device == "cpu":
             module = ["-m", "megatron_fused_ce.scripts.lib.megatron_cpu"]
         elif self.variant == LIFTED:
@@ -340,9 +334,8 @@ class Run:
     @property
     def command(self) -> str:
         command = shlex.join(self.words("MEGATRON_LM", ["torchrun"])).replace(f"{REPOSITORY}/", "")
-        if self.max_connections != "1":
-            return f"CUDA_DEVICE_MAX_CONNECTIONS={self.max_connections} {command}"
-        return command
+        connections = f"CUDA_DEVICE_MAX_CONNECTIONS={self.max_connections} "
+        return connections * (self.max_connections != "1") + command
 
     @property
     def title(self) -> str:
@@ -350,8 +343,7 @@ class Run:
 
     @property
     def folder_name(self) -> str:
-        words = (self.checkout.label, self.model, self.case.name, self.variant)
-        return re.sub(r"[^\w.-]+", "_", "-".join(words))
+        return re.sub(r"[^\w.-]+", "_", self.title.replace(" ", "-"))
 
     def fingerprint(self) -> str:
         """Changes with anything the run's figures depend on."""
@@ -370,14 +362,10 @@ class Run:
     def earlier(self, output: Path) -> Figures | None:
         """The figures of an earlier, complete run of the same."""
         record = output / self.folder_name / RECORD
-        if not record.is_file():
-            return None
-        content = json.loads(record.read_text())
+        content = json.loads(record.read_text()) if record.is_file() else {}
         figures = content.get("figures", {})
         complete = figures.get("status") in ("ok", "out of memory")
-        if not complete or content["fingerprint"] != self.fingerprint():
-            return None
-        return Figures(**figures)
+        return Figures(**figures) if complete and content["fingerprint"] == self.fingerprint() else None
 
     def execute(self, output: Path, fresh: bool = False) -> tuple[Figures, bool]:
         """Its figures, and whether they were there from an earlier run of the same, unless ``fresh``."""

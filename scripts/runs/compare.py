@@ -131,13 +131,17 @@ def root_mean_square(values: Iterable[float]) -> float:
 
 def of_each(
     pairs: Pairs, size: Callable[[Pair], float], fold: Callable[[Iterable[float]], float],
-    first: int = 0, last: int = cli.BILLION,
+    first: int = 0, last: int = cli.BILLION, reach: float = math.inf,
 ) -> Values:  # fmt: skip
-    """Each run's sizes over these iterations, folded, of the runs that have some."""
+    """Each run's sizes over these iterations, folded, of the runs that have some.
+
+    ``reach``: leaves out runs without a line that ends in so many last of these iterations.
+    """
     found = Values()
     for name, seed, run in ((name, seed, run) for name, of in pairs.items() for seed, run in of.items()):
-        sizes = [size(pair) for pair in run if first <= pair.iteration <= last]
-        if sizes := [x for x in sizes if not math.isnan(x)]:
+        those = [pair for pair in run if first <= pair.iteration <= last]
+        sizes = [x for pair in those if not math.isnan(x := size(pair))]
+        if sizes and those[-1].iteration > min(last, run[-1].iteration) - reach:
             found.setdefault(name, {})[seed] = fold(sizes)
     return found
 

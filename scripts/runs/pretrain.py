@@ -26,6 +26,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -131,13 +132,11 @@ def plan(options: argparse.Namespace, more: Sequence[str]) -> list[list[Run]]:
     if unknown := variants.keys() - known:
         raise UsageError(f"--variants: no {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     how = options.device, options.timeout
+    cases = [case_of(options, num_tokens, more) for num_tokens in options.lengths]
+    args = {name: tuple(shlex.split(words)) for name, words in variants.items()}
     return [
-        [
-            Run(checkout, options.model, case, name, tuple(shlex.split(variants[name])), *how)
-            for name in variants
-        ]
-        for checkout in checkouts
-        for case in (case_of(options, num_tokens, more) for num_tokens in options.lengths)
+        [Run(checkout, options.model, case, name, args[name], *how) for name in args]
+        for checkout, case in product(checkouts, cases)
     ]
 
 
@@ -158,17 +157,16 @@ def row_of(run: Run, of: dict[str, Figures]) -> dict[str, Any]:
     """One variant's row; ``of``: figures of this length's variants by their names."""
     figures, stock, native = of[run.variant], of.get(REFERENCE), of.get(YARDSTICK)
     time_ms, spread = figures.time_ms(run.case.warmup)
+    problems = list[str]()
     row: dict[str, Any] = {"shape": run.model, "variant": run.variant, "version": run.checkout.label}
     row |= {"T": run.case.num_tokens, "status": figures.status, "time_ms": time_ms, "spread": spread}
     row["tokens_per_s"] = round(1e3 * row["T"] / time_ms, 1) if time_ms else None
-    row |= {"peak_mib": figures.max_allocated_mb, "loss_difference": None, "problems": []}
-    row |= figures.gpu
-    row |= {"command": run.command, "figures": asdict(figures)}
+    row |= {"peak_mib": figures.max_allocated_mb, "loss_difference": None, "problems": problems}
+    row |= {**figures.gpu, "command": run.command, "figures": asdict(figures)}
     if figures.status != "ok":
         if not figures.status.startswith(("out of memory", NOT_TRIED)):
-            row["problems"].append(f"{figures.status} {figures.error}".strip())
+            problems.append(f"{figures.status} {figures.error}".strip())
         return row
-    problems = row["problems"]
     words = run.case.args
     wanted, made = int(words[len(words) - words[::-1].index("--train-iters")]), figures.iteration_times_ms
     if len(made) != wanted:
@@ -182,9 +180,8 @@ def row_of(run: Run, of: dict[str, Figures]) -> dict[str, Any]:
     ours, its = differences(figures, stock), differences(native or stock, stock)
     row["loss_difference"] = ours[0]
     # In bf16, over few iterations, losses are shown and not judged.
-    judged = zip(
-        ("loss", "grad norm"), ours, its, (losses.LOSS_RESOLUTION, losses.GRAD_NORM_RESOLUTION), strict=True
-    )
+    least_of = losses.LOSS_RESOLUTION, losses.GRAD_NORM_RESOLUTION
+    judged = zip(("loss", "grad norm"), ours, its, least_of, strict=True)
     for what, our, native_one, least in judged if run.uses_plugin and run.device == "cpu" else ():
         bound = max(losses.YARDSTICK_FACTOR * native_one if math.isfinite(native_one) else 0.0, least)
         if not our <= bound:

@@ -265,11 +265,10 @@ def of_launches(given: argparse.Namespace, rows: list[Row], source: results.Row)
     beside = next((name for name in (*STOCK, *logged) if name in logged), "")
     for at, row in enumerate(found):
         if row.name in logged and row.name != beside:
-            error = losses.loss_difference(logged[row.name], logged[beside])
-            wrong = (
-                f"losses differ from {beside}'s by {error:.1e}" if row.is_ours and not error <= bound else OK
-            )
-            found[at] = replace(row, error=error, status=wrong)
+            error, status = losses.loss_difference(logged[row.name], logged[beside]), OK
+            if row.is_ours and not error <= bound:
+                status = f"losses differ from {beside}'s by {error:.1e}"
+            found[at] = replace(row, error=error, status=status)
     facts = {"what": "pretrain", "megatron": checkout.label, "loss_bound": bound, "args": shlex.join(args)}
     facts |= {name: getattr(given, name) for name in ("script", "nproc", "iterations", "warmup")}
     facts["plugin_args"] = shlex.join(_without(plugin, *SWEPT))
@@ -290,10 +289,9 @@ def check_launches(given: argparse.Namespace) -> None:
     checkout = Checkout.at(given.through_megatron)
     if not (checkout.path / given.script).is_file():
         raise UsageError(f"--script: {checkout.label} has no {given.script}")
-    if not given.words or not given.words[0].startswith("--"):
-        raise UsageError(
-            "after -- give the arguments of the training script alone, from its first --option on"
-        )
+    if not (given.words and given.words[0].startswith("--")):
+        alone = "the arguments of the training script alone, from its first --option on"
+        raise UsageError(f"after -- give {alone}")
     launches.refuse_shared_folders(given.words)
     for option in given.words:
         if option.partition("=")[0] in OTHER_LOSS:
@@ -411,10 +409,8 @@ def main(words: list[str]) -> int:
     device = results.device_name() if through and given.device == "cuda" else ""
     source = results.made_by(device, ["sweep", *words])
     # `auto` first: what the defaults do.
-    rows = [
-        Row.of(AUTO),
-        *(Row.of(name, n) for name in dict.fromkeys(given.strategies) for n in given.chunks),
-    ]
+    rows = [Row.of(AUTO)]
+    rows += [Row.of(name, n) for name in dict.fromkeys(given.strategies) for n in given.chunks]
     try:
         result = (of_launches if through else of_head)(given, rows, source)
     except RuntimeError as error:

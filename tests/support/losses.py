@@ -20,8 +20,8 @@ from megatron_fused_ce.losses.terms import Pull, Rows, Scaled, Sum, Term
 from megatron_fused_ce.rl import token_log_probs
 from megatron_fused_ce.scripts.lib.reference import (
     FLOOR,
-    LOSS_OPTIONS,
     HeadInputs,
+    HeadResult,
     make_inputs,
     make_teacher,
     plain_distillation,
@@ -31,6 +31,18 @@ from megatron_fused_ce.scripts.lib.reference import (
 )
 from tests.support.head import strategy_in_place
 from tests.support.op import leaves
+
+#: Options of the loss beyond the plain one, for a vocabulary of 97 or more.
+LOSS_OPTIONS: dict[str, dict[str, Any]] = {
+    "smoothing": {"label_smoothing": 0.1},
+    "smoothing as PyTorch": {"label_smoothing": 0.1, "label_smoothing_form": "pytorch"},
+    "z-loss": {"z_loss": 1e-2},
+    "softcap": {"logit_softcap": 5.0},
+    "ignored": {"ignore_index": -100},
+    "masked padding": {"true_vocab_size": 53},
+    "all": {"label_smoothing": 0.2, "z_loss": 1e-3, "logit_softcap": 30.0}
+    | {"ignore_index": -1, "true_vocab_size": 45},
+}
 
 
 @dataclass(frozen=True)
@@ -354,6 +366,14 @@ def assert_within(name: str, value: Tensor, true: Tensor, eager: Tensor, dtype: 
     assert value.shape == true.shape, f"{name} has shape {tuple(value.shape)}"
     error, bound = relative_error(value, true), max(FLOOR[dtype], 2 * relative_error(eager, true))
     assert error <= bound, f"{name}: error {error:.3e} above {bound:.3e}"
+
+
+def assert_close(result: HeadResult, inputs: HeadInputs) -> None:
+    """Loss and both gradients `assert_within`."""
+    dtypes = torch.float64, inputs.hidden.dtype
+    parts = zip(HeadResult._fields, result, *(plain_head(inputs, dtype) for dtype in dtypes), strict=True)
+    for name, *of in parts:
+        assert_within(name, *of, inputs.hidden.dtype)
 
 
 def assert_output(

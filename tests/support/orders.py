@@ -14,9 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_fused_ce.head import tokens
 from megatron_fused_ce.losses.outputs import OUTPUTS
-from megatron_fused_ce.scripts.lib.reference import LOSS_OPTIONS
 from tests.support.faulty import Filled, Step
-from tests.support.losses import Loss
+from tests.support.losses import LOSS_OPTIONS, Loss
 from tests.support.op import rows_by
 
 

@@ -64,8 +64,7 @@ def test_every_number_is_bounded(name):
 
 def test_the_bounds_themselves():
     assert [whole()(text) for text in ("1", "1000000000", " 7 ", "+3")] == [1, 10**9, 7, 3]
-    assert whole(-3, 3)("-3") == -3 and whole(0)("0") == 0
-    assert number()("0") == 0.0 and number(above=True)("1e-9") == 1e-9 and number(most=1)("1") == 1.0
+    assert whole(-3, 3)("-3") == -3 and number()("0") == 0.0 and number(above=True)("1e-9") == 1e-9
     never = ("nan", "inf", "-inf", "1e999", "9" * 24, "-" + "9" * 24, "9" * 5000, "x", "")
     refused = [(parse, text) for text in never for parse in (whole(), number(), number(above=True))]
     refused += [(whole(), "0"), (whole(), "1.0"), (whole(), "1000000001"), (number(), "-1e-9")]
@@ -152,14 +151,14 @@ def test_what_is_refused_is_one_line_and_writes_nothing(row, tmp_path, monkeypat
 # --- whole processes -------------------------------------------------------------------------
 
 
-def run(line: str, cwd: Path, stdout: int = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
+def run(line: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """The command as a user runs it, timed."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     began = time.monotonic()
+    words = [sys.executable, "-m", *line.split()]
     done = subprocess.run(
-        [sys.executable, "-m", *line.split()], cwd=cwd, env=environment, stdin=subprocess.DEVNULL,
-        stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=60,
-    )  # fmt: skip
+        words, cwd=cwd, env=environment, input="", capture_output=True, text=True, timeout=60
+    )
     assert time.monotonic() - began < MOST_SECONDS, line
     return done
 
@@ -180,16 +179,6 @@ def test_help_and_refusals_come_at_once(line, tmp_path):
     else:
         assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1), done.stderr
         assert "compare" not in line or "compare needs rich: pip install rich" in done.stderr
-
-
-def test_a_closed_pipe_ends_quietly(tmp_path):
-    """Of `| head -c 0`: the reader is gone before the first line."""
-    reader, writer = os.pipe()
-    os.close(reader)
-    done = run(f"megatron_fused_ce {LLAMA}", tmp_path, writer)
-    os.close(writer)
-    # rich has its own way to end there.
-    assert done.stderr == "" and done.returncode in (0, 1, command_line.PIPE_CLOSED)
 
 
 # --- the frame -------------------------------------------------------------------------------

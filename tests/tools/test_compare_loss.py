@@ -116,11 +116,8 @@ def compared(folder, runs, options=""):
 def curves(folder):
     """The second run's whole curves, each its rows, by name."""
     made = results.read(folder / "out" / "compare_loss.json")["rows"]
-    return {
-        row["shape"].partition(",")[0]: row["curve"]
-        for row in made
-        if "curve" in row and row["variant"] == "b"
-    }
+    whole = (row for row in made if "curve" in row and row["variant"] == "b")
+    return {row["shape"].partition(",")[0]: row["curve"] for row in whole}
 
 
 EXACTLY = "--first-bound=0 --first=1000"
@@ -401,13 +398,10 @@ number of skipped iterations:   0 | number of nan iterations:   0 |
  validation-code loss at iteration 3 on validation set | lm loss value: 5.2E+00 | lm loss PPL: 1.9E+02 |
  validation loss at iteration 3 on test set | lm loss value: 5.1E+00 | lm loss PPL: 1E+02 |
 """
-FIGURES = {"lm loss": 5.260322, "mtp_1 loss": 5.116029, "load_balancing_loss": 1.012345, "z_loss": 0.02}
-FIGURES |= {
-    "lm loss validation": 5.257074,
-    "lm loss validation-code": 5.2,
-    "lm loss test": 5.1,
-    GRAD_NORM: 1.694,
-}
+FIGURES = {
+    "lm loss": 5.260322, "mtp_1 loss": 5.116029, "load_balancing_loss": 1.012345, "z_loss": 0.02,
+    "lm loss validation": 5.257074, "lm loss validation-code": 5.2, "lm loss test": 5.1, GRAD_NORM: 1.694,
+}  # fmt: skip
 
 
 def test_every_loss_of_a_log_is_compared(tmp_path):
@@ -455,18 +449,9 @@ REFUSED = {
     "--launch -- torchrun x.py --save x": "leave out --save",
     "--launch -- torchrun x.py --tensorboard-dir=x": "leave out --tensorboard-dir",
 }
-FILES = {
-    "off.log": OURS,
-    "late.log": trained(100).log(begin=90),
-    "x.py": "Megatron says hello\n",
-    "folder/x": "",
-}
-FILES |= {
-    "last/a-1.log": OURS,
-    "last/b-1.log": RUN.log(begin=40),
-    "runs/a/out.log": OURS,
-    "runs/b/out.log": OURS,
-}
+FILES = {"off.log": OURS, "late.log": trained(100).log(begin=90), "x.py": "Megatron says hello\n"}
+FILES |= {"last/a-1.log": OURS, "last/b-1.log": RUN.log(begin=40), "folder/x": ""}
+FILES |= dict.fromkeys(("runs/a/out.log", "runs/b/out.log"), OURS)
 FILES |= dict.fromkeys(("above/run/events.out.tfevents.1", "events.out.tfevents.1"), "")
 FILES |= {f"many/{number}.txt": "" for number in range(30)}
 
