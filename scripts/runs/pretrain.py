@@ -195,17 +195,6 @@ def differences(one: Figures, other: Figures) -> tuple[float, float]:
     return losses.loss_difference(one, other), norms
 
 
-def longest(rows: Sequence[dict[str, Any]]) -> str:
-    """The most tokens that each variant trained, and what ended it."""
-    found = []
-    for variant in dict.fromkeys(row["variant"] for row in rows):
-        mine = sorted((row for row in rows if row["variant"] == variant), key=lambda row: row["T"])
-        trained = max((row["T"] for row in mine if row["status"] == "ok" and not row["problems"]), default=0)
-        ended = next((f" ({row['status']} at {row['T']})" for row in mine if row["T"] > trained), "")
-        found.append(f"{variant} {trained or 'none'}{ended}")
-    return f"Longest that trains, in tokens: {', '.join(found)}."
-
-
 def table(rows: Sequence[dict[str, Any]]) -> str:
     head = ["version", "tokens", "variant", "tokens/s", "max allocated MiB", "last lm loss"]
     head += ["loss difference", "MHz", "W"]
@@ -260,7 +249,7 @@ def main(words: list[str]) -> int:
             print(f"{run.title}: {made.status} ({came}) {made.error}".rstrip(), flush=True)
             rows = before + [row_of(run, figures) for run in group if run.variant in figures]
             results.write(output / "results.json", rows, source)
-    print(f"\n{table(rows)}\n\n{longest(rows)}\nLogs and results: {options.out}")
+    print(f"\n{table(rows)}\n\nLogs and results: {options.out}")
     return int(any(row["problems"] for row in rows))
 
 

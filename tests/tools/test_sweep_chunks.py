@@ -62,7 +62,7 @@ CHOICES = {
     # The smallest peak of those within the tolerance.
     "store x 2": ([row("auto", None, 1.05, 4.0), row("store", 1, 1.0, 9.0), row("store", 2, 1.009, 6.0),
                    row("store", 4, 1.02, 3.0)],
-                  ["6.0 MiB", "within 1 % of the fastest (store x 1)", "0.9% more time", "2.0 MiB less"]),
+                  ["6.0 MiB", "within 1 % of the fastest (store x 1)", "0.9% more time", "-2.0 MiB"]),
     # The defaults are left alone where they serve: a peak that is 0.5 % larger, but not 2 %.
     "auto": ([row("auto", None, 1.005, 100.5), row("store", 2, 1.0, 100.0), row("recompute", 1, 1.4, 20.0)],
              ["leave the defaults alone"]),
