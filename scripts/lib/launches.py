@@ -178,7 +178,7 @@ class Command:
     launcher: list[str]  # torchrun and its options
     runner: list[str]  # ``-m MODULE ...`` that runs the script, where the user gave one
     script: list[str]  # the training script and its arguments, without the plugin's
-    plugin: list[str]  # the plugin's flags
+    plugin: list[str]  # the plugin's flags, the one that turns it on among them
 
     @staticmethod
     def of(words: Sequence[str]) -> Command:
@@ -195,17 +195,14 @@ class Command:
         runs = [word in ("-m", "--module") and not of.startswith("torch.distributed") for word, of in options]
         runner = runs.index(True) if True in runs else at
         script, plugin = split_plugin_words(words[at:])
+        plugin += [FLAG] * (FLAG not in plugin)
         return Command(list(words[:runner]), list(words[runner:at]), script, plugin)
-
-    @property
-    def _flags(self) -> list[str]:
-        return self.plugin if FLAG in self.plugin else [*self.plugin, FLAG]
 
     def off(self) -> list[str]:
         return [*self.launcher, *self.runner, *self.script]
 
     def on(self) -> list[str]:
-        return [*self.launcher, *(self.runner or _LAUNCH_MODULE), *self.script, *self._flags]
+        return [*self.launcher, *(self.runner or _LAUNCH_MODULE), *self.script, *self.plugin]
 
     def other_stock(self) -> list[str]:
         """The stock launch with the loss computed another way: native, or unfused where it is fused."""
@@ -220,8 +217,7 @@ class Command:
         """
         if self.runner not in ([], _LAUNCH_MODULE):
             raise UsageError(f"leave out {' '.join(self.runner)}: give the training script alone")
-        flags = self._flags if flag else []
-        return [*self.launcher, str(RUNNER), *runner, *self.script, *flags]
+        return [*self.launcher, str(RUNNER), *runner, *self.script, *(self.plugin if flag else [])]
 
 
 def split_command(words: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -60,6 +60,12 @@ def finite(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def git(folder: Path | str, *words: str) -> str:
+    """What it prints; bytes that are no text are replaced."""
+    how: dict[str, Any] = {"check": True, "capture_output": True, "text": True, "errors": "replace"}
+    return str(subprocess.run(["git", "-C", str(folder), *words], **how).stdout)
+
+
 def commit() -> str:
     """The checkout's commit, with ``-dirty`` where the package or its kernels differ from it.
 
@@ -69,14 +75,9 @@ def commit() -> str:
     if named := os.environ.get("FUSED_CE_COMMIT"):
         return named
 
-    def git(*words: str) -> str:
-        return subprocess.run(
-            ["git", *words], cwd=REPOSITORY, capture_output=True, text=True, check=True
-        ).stdout.strip()
-
     try:
-        changed = git("status", "--porcelain", "--", "megatron_fused_ce", "kernels")
-        return git("rev-parse", "HEAD") + ("-dirty" if changed else "")
+        changed = git(REPOSITORY, "status", "--porcelain", "--", "megatron_fused_ce", "kernels")
+        return git(REPOSITORY, "rev-parse", "HEAD").strip() + ("-dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 
@@ -166,8 +167,7 @@ def check(content: Any) -> None:
 def read(path: Path) -> Row:
     """A file's content.
 
-    Raises:
-        UsageError: naming the file, where it cannot be read or holds something else.
+    Raises UsageError, naming the file, where it cannot be read or holds something else.
     """
     try:
         content = json.loads(read_text(path))

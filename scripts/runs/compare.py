@@ -575,9 +575,8 @@ def main(words: list[str]) -> int:
     if given.paired:
         found = series_of(given.paired, judge)
     else:
-        found = compare(
-            {name: {0: read_run(path, name)} for name, path in zip(names, paths, strict=True)}, judge
-        )
+        runs = zip(names, paths, strict=True)
+        found = compare({name: {0: read_run(path, name)} for name, path in runs}, judge)
     return report(found, given.out, source, console)
 
 

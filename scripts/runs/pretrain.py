@@ -212,7 +212,9 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 # --- command line ----------------------------------------------------------------------------
 
 
-def _parser() -> Parser:
+@command("pretrain")
+def main(words: list[str]) -> int:
+    own, more = launches.split_command(words)
     parser = Parser("python -m scripts.runs.pretrain", __doc__ or "")
     add = parser.add_argument
     checkout = "a Megatron-LM checkout; repeatable"
@@ -224,13 +226,7 @@ def _parser() -> Parser:
     add("--variants", default=",".join(VARIANTS), help=f"[%(default)s], and {', '.join(MORE_VARIANTS)}")
     add("--timeout", type=seconds, default=900.0, metavar="S", help="of one launch [900]")
     add("--out", type=Path, default=Path("build/pretrain"), help="folder of results and logs")
-    return parser
-
-
-@command("pretrain")
-def main(words: list[str]) -> int:
-    own, more = launches.split_command(words)
-    options = _parser().parse_args(own)
+    options = parser.parse_args(own)
     options.model = options.model or ("tiny" if options.device == "cpu" else "llama-3.2-1b")
     options.lengths = options.lengths or ([64] if options.device == "cpu" else [16384])
     groups = plan(options, more)

@@ -84,13 +84,13 @@ REFUSED = f"""
 {LLAMA} --moe-layer-freq [1]*1000000000 | is no number and no list of 0 and 1
 {LLAMA} --moe-layer-freq {"(" * 5000} | is no number and no list of 0 and 1
 plan --from-launch /dev/zero | /dev/zero is no regular file
-plan --from-log /dev/zero | /dev/zero is no regular file
+plan --from-log /dev/zero --gpu h100-80gb | /dev/zero is no regular file
 plan-head --hidden 4 --vocab 8 --tokens 64 --num-chunks 2 --chunk-tokens 3 | give one of them
 memory --out /dev/null/x -- torchrun x.py | cannot write to /dev/null/x
 memory --draw /dev/zero | /dev/zero is no regular file
 memory --draw empty | empty
-compare / / | /
-compare /dev/zero /dev/zero | /dev/zero
+compare / /dev/null | holds more than
+compare /dev/zero /dev/null | /dev/zero: no regular file
 compare /proc/self/mem /dev/null | /proc
 tests.soak | torchrun --nproc-per-node
 scripts.demo --out /dev/null/x | cannot write to /dev/null/x
