@@ -181,6 +181,13 @@ def test_help_and_refusals_come_at_once(line, tmp_path):
         assert "compare" not in line or "compare needs rich: pip install rich" in done.stderr
 
 
+def test_a_closed_pipe_ends_quietly():
+    """The reader is gone before the first line. rich has its own way to end there."""
+    line = f"{sys.executable} -m megatron_fused_ce {LLAMA} | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True)
+    assert done.stderr == "" and done.returncode in (0, 1, command_line.PIPE_CLOSED)
+
+
 # --- the frame -------------------------------------------------------------------------------
 
 

@@ -41,7 +41,6 @@ def test_what_is_written_is_read_with_its_source(tmp_path):
 DEFECTS = {
     "its schema is not 1": {"schema": 2},
     "made_by lacks command, megatron, python": {"made_by": {"commit": "a", "device": "b"}},
-    "rows is no list": {"rows": {}},
     "row 0 lacks host_ms, peak_mib, ratio, shape, spread, time_ms, variant": {"rows": [{}]},
     "variant is no name": {"rows": [ROW | {"variant": ""}]},
     "time_ms is no number from 0 on: True": {"rows": [ROW | {"time_ms": True}]},

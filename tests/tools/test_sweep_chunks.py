@@ -99,9 +99,8 @@ def test_what_a_sweep_writes(tmp_path):
     front = pareto_front([(r["ratio"], r["peak_mib"]) for r in rows.values()])
     assert [at for at, r in enumerate(rows.values()) if r["on_front"]] == front
     (best,) = [r for r in rows.values() if r["recommended"]]
-    text = (tmp_path / "sweep.md").read_text()
     assert made_by["recommended"]["flags"] == best["flags"]
-    assert f"    {best['flags']}\n" in text and text in said
+    assert f"    {best['flags']}\n" in (text := (tmp_path / "sweep.md").read_text()) and text in said
     assert re.findall(r"(\S.*): checked in [\d.]+ s", said.replace("benchmark: ", "")) == KEYS
 
 
