@@ -368,12 +368,19 @@ def assert_within(name: str, value: Tensor, true: Tensor, eager: Tensor, dtype: 
     assert error <= bound, f"{name}: error {error:.3e} above {bound:.3e}"
 
 
-def assert_close(result: HeadResult, inputs: HeadInputs) -> None:
+def truth(inputs: HeadInputs) -> HeadResult:
+    return plain_head(inputs, torch.float64)
+
+
+def assert_result(result: HeadResult, exact: HeadResult, eager: HeadResult, dtype: torch.dtype) -> None:
     """Loss and both gradients `assert_within`."""
-    dtypes = torch.float64, inputs.hidden.dtype
-    parts = zip(HeadResult._fields, result, *(plain_head(inputs, dtype) for dtype in dtypes), strict=True)
-    for name, *of in parts:
-        assert_within(name, *of, inputs.hidden.dtype)
+    for name, *of in zip(HeadResult._fields, result, exact, eager, strict=True):
+        assert_within(name, *of, dtype)
+
+
+def assert_close(result: HeadResult, inputs: HeadInputs) -> None:
+    """`assert_result` of this problem."""
+    assert_result(result, truth(inputs), plain_head(inputs, inputs.hidden.dtype), inputs.hidden.dtype)
 
 
 def assert_output(
