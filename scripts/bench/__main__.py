@@ -134,9 +134,8 @@ def run(given: argparse.Namespace, world: World, source: dict[str, Any], started
         if elapsed > given.time_limit:
             measure.say(world, f"{cell}: not started, {elapsed:.0f} of {given.time_limit:.0f} s are gone")
             continue
-        own = [
-            case for case in op.cases_of(given, cell, world) if not case.name.startswith(tuple(given.skip))
-        ]
+        skip = tuple(given.skip)
+        own = [case for case in op.cases_of(given, cell, world) if not case.name.startswith(skip)]
         try:
             facts = {**source, "dtype": given.dtype, "tp": world.size}
             done.append(measure.measure(op, cell, own, given, world, facts))

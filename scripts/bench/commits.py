@@ -57,8 +57,7 @@ class Old(Case):
 
 
 def _taken_out() -> dict[str, ModuleType]:
-    names = [name for name in sys.modules if name.partition(".")[0] == PACKAGE]
-    return {name: sys.modules.pop(name) for name in names}
+    return {name: sys.modules.pop(name) for name in [*sys.modules] if name.partition(".")[0] == PACKAGE}
 
 
 def _loss(strategy: str, found: dict[str, Any], problem: Problem) -> Outputs:

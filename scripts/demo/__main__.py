@@ -26,9 +26,10 @@ from megatron_fused_ce.cli.command_line import Parser, command, num_gpus, whole,
 from megatron_fused_ce.scripts.lib import tables
 from megatron_fused_ce.scripts.lib.logs import Figures, log_texts, parse_logs
 from megatron_fused_ce.scripts.runs import compare
+from megatron_fused_ce.scripts.runs.real_text import byte_level_bpe, texts
 
 TP = 2
-TEXT_LENGTH = 8 * 10**6  # of the Python library
+MEGABYTES = 8  # of the Python library
 LEARNT_NATS = 2.5  # what a run of full length must win over guessing
 FULL_LENGTH = 100
 #: Folders of compare's launches, and their names in the table.
@@ -36,22 +37,12 @@ RUNS = {"off": "flag off", "noise": "native fusion", "on": "flag on"}
 
 
 def tokenise(vocab_size: int, folder: Path) -> int:
-    """Train the tokenizer on Python's own sources, write their token ids to tokens.npy; their number."""
+    """Train the tokenizer on Python's own library, write its token ids to tokens.npy; their number."""
     import numpy as np
-    from tokenizers import ByteLevelBPETokenizer
 
-    texts: list[str] = []
-    for file in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
-        if sum(map(len, texts)) < TEXT_LENGTH and not {"test", "site-packages"} & set(file.parts):
-            texts.append(file.read_text(encoding="utf-8", errors="ignore"))
-    tokenizer = ByteLevelBPETokenizer()
-    tokenizer.train_from_iterator(texts, vocab_size, show_progress=False)
-    if (learned := tokenizer.get_vocab_size()) != vocab_size:
-        raise SystemExit(
-            f"demo: expected text for {vocab_size} tokens, but only {learned} could be learned from "
-            f"{sum(map(len, texts))} characters: use a Python with its standard library as files"
-        )
-    ids = [np.asarray(encoding.ids, dtype=np.uint16) for encoding in tokenizer.encode_batch(texts)]
+    found = list(texts([Path(sysconfig.get_path("stdlib"))], MEGABYTES))
+    tokenizer = byte_level_bpe(found, vocab_size)
+    ids = [np.asarray(encoding.ids, dtype=np.uint16) for encoding in tokenizer.encode_batch(found)]
     tokens = np.concatenate(ids)
     np.save(folder / "tokens.npy", tokens)
     return int(tokens.size)

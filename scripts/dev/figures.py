@@ -51,20 +51,16 @@ STEP_ROWS = (
 )
 
 
-def speed_of(row: Row) -> str:
-    """Tokens a second."""
-    return f"{1e3 * row['T'] / row['time_ms']:,.0f}"
-
-
 def whole_steps() -> str:
     """Tokens a second and peak of a process."""
     lines = [[label] for label, _ in STEP_ROWS]
     for line, (_, variant) in zip(lines, STEP_ROWS, strict=True):
         for tokens in LENGTHS:
             row = row_of(STEPS, variant=variant, T=tokens)
-            line += (
-                [speed_of(row), f"{row['peak_mib'] / 1024:.1f}"] if row["time_ms"] else ["out of memory", ""]
-            )
+            cells = ["out of memory", ""]
+            if row["time_ms"]:
+                cells = [f"{1e3 * tokens / row['time_ms']:,.0f}", f"{row['peak_mib'] / 1024:.1f}"]
+            line += cells
     head = [word for tokens in LENGTHS for word in (f"{tokens}: tokens/s", "GiB")]
     return tables.markdown(["sequence length", *head], lines) + "\n"
 
@@ -124,7 +120,7 @@ HEAD_COLUMNS = {
 #: File, columns beside those, and label, shape and tokens of each row.
 MOE: tuple[Any, ...] = (
     "2026-11-28-h200-moe",
-    {},
+    dict[str, str](),
     ("Qwen3-30B-A3B", "qwen3-30b-a3b", 16384),
     ("gpt-oss-20b", "gpt-oss-20b", 16384),
     ("DeepSeek-V3", "deepseek-v3", 16384),

@@ -103,18 +103,16 @@ def setting_of_launch(row: dict[str, Any]) -> Setting:
     return command.setting_of(["--from-launch", row["command"]])
 
 
-def compare_launch(name: str, row: dict[str, Any]) -> Compared:
-    """A launch's command line, planned."""
-    setting = setting_of_launch(row)
-    found = estimate(setting, head_of(setting, row["variant"]))
-    trained = row["status"] == "ok"
-    measured = row["peak_mib"] if trained else None
-    what = f"[{row['shape']}]({DAY}{name}.json), {setting.num_tokens}"
-    return Compared(what, row["variant"], measured, found.peak / MIB, found.bound.name)
-
-
 def steps() -> list[Compared]:
-    return [compare_launch(name, row) for name, row in launches()]
+    """Each launch's command line, planned."""
+    rows = []
+    for name, row in launches():
+        setting = setting_of_launch(row)
+        found = estimate(setting, head_of(setting, row["variant"]))
+        measured = row["peak_mib"] if row["status"] == "ok" else None
+        what = f"[{row['shape']}]({DAY}{name}.json), {setting.num_tokens}"
+        rows.append(Compared(what, row["variant"], measured, found.peak / MIB, found.bound.name))
+    return rows
 
 
 # --- heads alone -----------------------------------------------------------------------------
@@ -129,25 +127,28 @@ def head_rows() -> Iterator[tuple[str, dict[str, Any]]]:
                 yield name, row
 
 
-def compare_head(name: str, row: dict[str, Any]) -> Compared:
-    """A head's predicted peak, less what the benchmark does not count.
+def alone() -> list[Compared]:
+    """Each head's predicted peak, less what the benchmark does not count.
 
     That is ``grad_hidden``, and of Megatron's paths the workspace of autograd's thread, which has run no
     product yet when the loss is at its peak.
     """
-    setting = _head_alone(row)
-    found = head_of(setting, row["variant"])
-    if row["variant"] in STOCK:
-        grad_hidden = setting.itemsize * row["T"] * row["H"] // setting.parallel.sequence_parts
-        planned = found.peak - grad_hidden - CUBLAS_WORKSPACE
-    else:
-        asked = FusedCEConfig(strategy=row["variant"], chunk_tokens=int(row["chunk_tokens"]))
-        ranks = {"tp_size": row["tp"], "num_parts": row["tp"] if row["sp"] else 1}
-        inputs = PlanInputs(row["T"], row["H"], row["V"], device=h200().device, config=asked, **ranks)
-        planned = chunk_by_chunk(inputs).predicted_peak_bytes
-    sp = ", SP" if row["sp"] else ""
-    what = f"{name}: {row['shape']}, {row['T']}, TP {row['tp']}{sp}"
-    return Compared(what, row["variant"], row["peak_mib"], planned / MIB)
+    rows = []
+    for name, row in head_rows():
+        setting = _head_alone(row)
+        found = head_of(setting, row["variant"])
+        if row["variant"] in STOCK:
+            grad_hidden = setting.itemsize * row["T"] * row["H"] // setting.parallel.sequence_parts
+            planned = found.peak - grad_hidden - CUBLAS_WORKSPACE
+        else:
+            asked = FusedCEConfig(strategy=row["variant"], chunk_tokens=int(row["chunk_tokens"]))
+            ranks = {"tp_size": row["tp"], "num_parts": row["tp"] if row["sp"] else 1}
+            inputs = PlanInputs(row["T"], row["H"], row["V"], device=h200().device, config=asked, **ranks)
+            planned = chunk_by_chunk(inputs).predicted_peak_bytes
+        sp = ", SP" if row["sp"] else ""
+        what = f"{name}: {row['shape']}, {row['T']}, TP {row['tp']}{sp}"
+        rows.append(Compared(what, row["variant"], row["peak_mib"], planned / MIB))
+    return rows
 
 
 def chunk_by_chunk(inputs: PlanInputs) -> Plan:
@@ -164,10 +165,6 @@ def _head_alone(row: dict[str, Any]) -> Setting:
     setting = Setting(model, parallel, StepSettings(sequence=row["T"]), vocab_divisor=1)
     chunks = replace(setting.training.fused_ce, chunk_tokens=row["chunk_tokens"])
     return replace(setting, training=replace(setting.training, fused_ce=chunks))
-
-
-def alone() -> list[Compared]:
-    return [compare_head(name, row) for name, row in head_rows()]
 
 
 # --- the page --------------------------------------------------------------------------------
@@ -303,11 +300,9 @@ PAGES = {
 
 def outside(found: Sequence[Compared], bound: float) -> list[str]:
     """Lines that name what is further off than ``bound``, or than its exception's."""
-    lines = []
-    for one in found:
-        name = one.what.removeprefix("[").partition("]")[0]
-        if one.measured is not None and abs(one.off) > EXCEPTIONS.get(name, bound):
-            lines.append(
-                f"{one.what} {one.variant}: measured {one.measured:.0f} MiB, planned {one.planned:.0f}"
-            )
-    return lines
+    return [
+        f"{one.what} {one.variant}: measured {one.measured:.0f} MiB, planned {one.planned:.0f}"
+        for one in found
+        if one.measured is not None
+        and abs(one.off) > EXCEPTIONS.get(one.what.removeprefix("[").partition("]")[0], bound)
+    ]

@@ -9,23 +9,17 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_fused_ce.adapter import forms
+from megatron_fused_ce.scripts.lib.results import git
 
 OLDEST = "core_v0.15.0"
 #: Of these branches every commit counts, and every tag of a release or of a candidate.
 BRANCHES = r"main|dev|core_r0\.(1[5-9]|[2-9]\d)\.\d+|core_dev_r0\.\d+\.\d+"
 TAGS = r"core_v0\.(1[5-9]|[2-9]\d)\.\d+(rc\d+)?"
-
-
-def git(folder: str, *args: str) -> str:
-    return subprocess.run(
-        ["git", "-C", folder, *args], check=True, capture_output=True, text=True, errors="replace"
-    ).stdout
 
 
 def sources(folder: str, path: str) -> Iterator[str]:

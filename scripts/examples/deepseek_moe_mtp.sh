@@ -13,23 +13,22 @@ GLOBAL_BATCH=${GLOBAL_BATCH:-256}
 SEQUENCE=${SEQUENCE:-4096}
 VOCAB=129280
 
+# shellcheck source=scripts/examples/launch.sh
+source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
+
 MODEL=(
+    "${COMMON[@]}"
     --num-layers 27
     --hidden-size 2048
     --ffn-hidden-size 10944
     --num-attention-heads 16
-    --seq-length "$SEQUENCE"
-    --max-position-embeddings "$SEQUENCE"
     --position-embedding-type rope
     # Without YaRN, which is for contexts longer than the pretraining's; Megatron fuses YaRN's alone with MLA.
     --rope-type rope
     --no-rope-fusion
     --rotary-base 10000
-    --normalization RMSNorm
     --norm-epsilon 1e-6
     --swiglu
-    --disable-bias-linear
-    --untie-embeddings-and-output-weights
     --multi-latent-attention
     --qk-layernorm
     --kv-lora-rank 512
@@ -58,10 +57,8 @@ EXPERTS=(
 )
 
 PARALLEL=(
-    --tensor-model-parallel-size "$TP"
     --expert-model-parallel-size "$EP"
     --expert-tensor-parallel-size 1
-    --sequence-parallel
 )
 
 LOSS=(
@@ -71,6 +68,4 @@ LOSS=(
     --fused-chunked-ce
 )
 
-# shellcheck source=scripts/examples/launch.sh
-source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
 launch pretrain_gpt.py "${MODEL[@]}" "${EXPERTS[@]}" "${PARALLEL[@]}" "${LOSS[@]}" "$@"

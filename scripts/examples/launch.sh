@@ -37,20 +37,18 @@ TRAINING=(
     --eval-iters 0
 )
 
-# What launches of Llama and Qwen have in common; each script adds its sizes.
+# What all models have in common, and what those of Llama and Qwen have besides; each script adds its sizes.
 COMMON=(
-    --group-query-attention
     --seq-length "$SEQUENCE"
     --max-position-embeddings "$SEQUENCE"
-    --position-embedding-type rope
     --normalization RMSNorm
-    --swiglu
     --disable-bias-linear
     --untie-embeddings-and-output-weights
     --tensor-model-parallel-size "${TP:-1}"
     --context-parallel-size "${CP:-1}"
     --sequence-parallel
 )
+DENSE=("${COMMON[@]}" --group-query-attention --position-embedding-type rope --swiglu)
 
 # Your own: --data-path PREFIX --split 99,1,0 --tokenizer-type HuggingFaceTokenizer --tokenizer-model NAME
 DATA=(

@@ -20,7 +20,7 @@ LR=1.5e-4
 source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
 
 MODEL=(
-    "${COMMON[@]}"
+    "${DENSE[@]}"
     --num-layers 80
     --hidden-size 8192
     --ffn-hidden-size 28672

@@ -15,7 +15,7 @@ VOCAB=128256
 source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
 
 MODEL=(
-    "${COMMON[@]}"
+    "${DENSE[@]}"
     --num-layers 32
     --hidden-size 4096
     --ffn-hidden-size 14336

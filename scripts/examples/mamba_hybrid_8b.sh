@@ -11,7 +11,11 @@ GLOBAL_BATCH=${GLOBAL_BATCH:-128}
 SEQUENCE=${SEQUENCE:-4096}
 VOCAB=256000
 
+# shellcheck source=scripts/examples/launch.sh
+source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
+
 MODEL=(
+    "${COMMON[@]}"
     # M: Mamba, *: attention, -: MLP.
     --hybrid-layer-pattern 'M-M-M--M-M*-M-M-M-M--M*-M-M-M-M-M*--M-M-M-M-M*-M--M-M-M-'
     --spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec
@@ -22,17 +26,7 @@ MODEL=(
     --mamba-state-dim 128
     --mamba-head-dim 64
     --mamba-num-groups 8
-    --seq-length "$SEQUENCE"
-    --max-position-embeddings "$SEQUENCE"
     --position-embedding-type none
-    --normalization RMSNorm
-    --disable-bias-linear
-    --untie-embeddings-and-output-weights
-)
-
-PARALLEL=(
-    --tensor-model-parallel-size "$TP"
-    --sequence-parallel
 )
 
 LOSS=(
@@ -40,6 +34,4 @@ LOSS=(
     --fused-chunked-ce
 )
 
-# shellcheck source=scripts/examples/launch.sh
-source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
-launch pretrain_hybrid.py "${MODEL[@]}" "${PARALLEL[@]}" "${LOSS[@]}" "$@"
+launch pretrain_hybrid.py "${MODEL[@]}" "${LOSS[@]}" "$@"

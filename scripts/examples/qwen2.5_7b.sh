@@ -15,7 +15,7 @@ VOCAB=152064
 source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
 
 MODEL=(
-    "${COMMON[@]}"
+    "${DENSE[@]}"
     --num-layers 28
     --hidden-size 3584
     --ffn-hidden-size 18944

@@ -15,7 +15,7 @@ VOCAB=151936 # 128 * 1187
 source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
 
 MODEL=(
-    "${COMMON[@]}"
+    "${DENSE[@]}"
     --num-layers 36
     --hidden-size 4096
     --ffn-hidden-size 12288

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from megatron_fused_ce.adapter.arguments import FLAG
 from megatron_fused_ce.cli.command_line import UsageError
@@ -137,36 +138,34 @@ def start(
     search = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     # torchrun's own options, which stand in the environment where the command line lacks them.
     torchrun = {"PET_LOG_DIR": str(folder / "logs"), "PET_REDIRECTS": "3"}
+    env = {**os.environ, "PYTHONPATH": search, **torchrun, **(environment or {})}
     with open(folder / LAUNCHER_LOG, "w") as log:
+        how: dict[str, Any] = {"stdout": log, "stderr": subprocess.STDOUT, "start_new_session": True}
         try:
-            process = subprocess.Popen(
-                words,
-                cwd=cwd,
-                env={**os.environ, "PYTHONPATH": search, **torchrun, **(environment or {})},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            process = subprocess.Popen(words, cwd=cwd, env=env, **how)
         except OSError as error:
             raise UsageError(f"{words[0]}: {error.strerror}") from None
     return Started(process, folder)
 
 
-def launch(words: Sequence[str], folder: Path, timeout_s: float, progress: Callable[[str], None]) -> None:
-    """Run a user's launch to its end.
+def launch(words: Sequence[str], folder: Path, timeout_s: float, what: str) -> None:
+    """Run a user's launch to its end; on a terminal its iterations are told. Then a line of its time.
 
     Raises UsageError, with the log's own error, where it fails, or has the flag and no head was fused.
     """
-    started = start(words, folder)
-    figures = started.finish(timeout_s, progress)
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    with console.status(f"launch {what}") as status_line:
+        started = start(words, folder)
+        figures = started.finish(timeout_s, lambda now: status_line.update(f"launch {what}: {now}"))
     if status := started.process.returncode:
-        ended = figures.status
-        if status > 0:
-            ended = f"failed with status {status}"
+        ended = f"failed with status {status}" if status > 0 else figures.status
         reason = f": {figures.error}" if figures.error else ""
         raise UsageError(f"the launch in {folder} {ended}{reason}; its logs are there")
     if FLAG in words and not figures.heads_fused:
         raise UsageError(f"the launch with the flag evaluated no head fused: see its logs in {folder}")
+    console.print(f"launch {what}: {figures.wall_s:.0f} s, logs in {folder}", soft_wrap=True)
 
 
 # --- a launch that a user wrote --------------------------------------------------------------
@@ -179,7 +178,7 @@ class Command:
     launcher: list[str]  # torchrun and its options
     runner: list[str]  # ``-m MODULE ...`` that runs the script, where the user gave one
     script: list[str]  # the training script and its arguments, without the plugin's
-    plugin: list[str]  # the plugin's flags
+    plugin: list[str]  # the plugin's flags, the one that turns it on among them
 
     @staticmethod
     def of(words: Sequence[str]) -> Command:
@@ -196,17 +195,14 @@ class Command:
         runs = [word in ("-m", "--module") and not of.startswith("torch.distributed") for word, of in options]
         runner = runs.index(True) if True in runs else at
         script, plugin = split_plugin_words(words[at:])
+        plugin += [FLAG] * (FLAG not in plugin)
         return Command(list(words[:runner]), list(words[runner:at]), script, plugin)
-
-    @property
-    def _flags(self) -> list[str]:
-        return self.plugin if FLAG in self.plugin else [*self.plugin, FLAG]
 
     def off(self) -> list[str]:
         return [*self.launcher, *self.runner, *self.script]
 
     def on(self) -> list[str]:
-        return [*self.launcher, *(self.runner or _LAUNCH_MODULE), *self.script, *self._flags]
+        return [*self.launcher, *(self.runner or _LAUNCH_MODULE), *self.script, *self.plugin]
 
     def other_stock(self) -> list[str]:
         """The stock launch with the loss computed another way: native, or unfused where it is fused."""
@@ -221,8 +217,7 @@ class Command:
         """
         if self.runner not in ([], _LAUNCH_MODULE):
             raise UsageError(f"leave out {' '.join(self.runner)}: give the training script alone")
-        flags = self._flags if flag else []
-        return [*self.launcher, str(RUNNER), *runner, *self.script, *flags]
+        return [*self.launcher, str(RUNNER), *runner, *self.script, *(self.plugin if flag else [])]
 
 
 def split_command(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -240,8 +235,7 @@ def refuse_shared_folders(words: Sequence[str]) -> None:
 
 def split_plugin_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """A launch's arguments without the plugin's flags, and those flags."""
-    rest: list[str] = []
-    plugin: list[str] = []
+    rest, plugin = list[str](), list[str]()
     into = rest
     for word in words:
         if word.startswith("--"):
@@ -316,8 +310,7 @@ class Run:
 
     def words(self, megatron: str, torchrun: Sequence[str]) -> list[str]:
         """The command line, with `megatron` for the checkout's folder."""
-        own: list[str] = []
-        module: list[str] = []
+        own, module = list[str](), list[str]()
         if self.device == "cpu":
             module = ["-m", "megatron_fused_ce.scripts.lib.megatron_cpu"]
         elif self.variant == LIFTED:
@@ -337,9 +330,8 @@ class Run:
     @property
     def command(self) -> str:
         command = shlex.join(self.words("MEGATRON_LM", ["torchrun"])).replace(f"{REPOSITORY}/", "")
-        if self.max_connections != "1":
-            return f"CUDA_DEVICE_MAX_CONNECTIONS={self.max_connections} {command}"
-        return command
+        connections = f"CUDA_DEVICE_MAX_CONNECTIONS={self.max_connections} "
+        return connections * (self.max_connections != "1") + command
 
     @property
     def title(self) -> str:
@@ -347,8 +339,7 @@ class Run:
 
     @property
     def folder_name(self) -> str:
-        words = (self.checkout.label, self.model, self.case.name, self.variant)
-        return re.sub(r"[^\w.-]+", "_", "-".join(words))
+        return re.sub(r"[^\w.-]+", "_", self.title.replace(" ", "-"))
 
     def fingerprint(self) -> str:
         """Changes with anything the run's figures depend on."""
@@ -367,14 +358,10 @@ class Run:
     def earlier(self, output: Path) -> Figures | None:
         """The figures of an earlier, complete run of the same."""
         record = output / self.folder_name / RECORD
-        if not record.is_file():
-            return None
-        content = json.loads(record.read_text())
+        content = json.loads(record.read_text()) if record.is_file() else {}
         figures = content.get("figures", {})
         complete = figures.get("status") in ("ok", "out of memory")
-        if not complete or content["fingerprint"] != self.fingerprint():
-            return None
-        return Figures(**figures)
+        return Figures(**figures) if complete and content["fingerprint"] == self.fingerprint() else None
 
     def execute(self, output: Path, fresh: bool = False) -> tuple[Figures, bool]:
         """Its figures, and whether they were there from an earlier run of the same, unless ``fresh``."""

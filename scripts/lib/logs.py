@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -189,6 +189,13 @@ class Record:
                 figures.status = "out of memory"
         return has_iterations
 
+    def read_file(self, file: Path) -> bool:
+        try:
+            with open(file, errors="replace") as lines:
+                return self.read(lines)
+        except OSError as error:
+            raise UsageError(f"{file}: {error.strerror}") from None
+
     def _iteration(self, last: int, columns: dict[str, str]) -> None:
         if last < self._last:  # forget what an earlier start wrote about this iteration and later ones
             self.restarts.append(last)
@@ -272,20 +279,11 @@ def read_tensorboard(name: str, path: Path) -> Record:
             record.add(GRAD_NORM if tag == "grad-norm" else tag, Point(step, float(event.value), step))
             last = step
     record.restarts = sorted(starts)
-    if (tag := "params_dtype/text_summary") in events.Tags()[
-        "tensors"
-    ]:  # Megatron writes its arguments as texts
+    tag = "params_dtype/text_summary"  # Megatron writes its arguments as texts
+    if tag in events.Tags()["tensors"]:
         text: bytes = events.Tensors(tag)[-1].tensor_proto.string_val[0]
         record.precision = text.decode(errors="replace").removeprefix("torch.")
     return record
-
-
-def _lines_of(file: Path) -> Iterator[str]:
-    try:
-        with open(file, errors="replace") as lines:
-            yield from lines
-    except OSError as error:
-        raise UsageError(f"{file}: {error.strerror}") from None
 
 
 def _launch_of(file: Path) -> Path:
@@ -304,9 +302,8 @@ def read_run(path: Path, name: str) -> Record:
         raise UsageError(f"{path}: no regular file or folder")
     below = list(islice(path.rglob("*"), MOST_ENTRIES + 1)) if path.is_dir() else [path]
     if len(below) > MOST_ENTRIES:
-        raise UsageError(
-            f"{path} holds more than {MOST_ENTRIES} files and folders: give the folder of one run"
-        )
+        many = f"more than {MOST_ENTRIES} files and folders"
+        raise UsageError(f"{path} holds {many}: give the folder of one run")
     files = [file for file in sorted(below) if file.is_file()]
     events = sorted({str(file.parent) for file in files if "tfevents" in file.name})
     logs = [file for file in files if file.suffix == ".log" or file == path]
@@ -317,7 +314,7 @@ def read_run(path: Path, name: str) -> Record:
         there = f"event files are in {', '.join(events[:3])}" if events else "nor TensorBoard event files"
         raise UsageError(f"{path} has no *.log files, {there}")
     # Restarts are of one launch.
-    elif len(of := dict.fromkeys(_launch_of(log) for log in logs if record.read(_lines_of(log)))) > 1:
+    elif len(of := dict.fromkeys(_launch_of(log) for log in logs if record.read_file(log))) > 1:
         several = ", ".join(map(str, [*of][:3]))
         raise UsageError(f"{path} holds logs of several runs ({several}): give one of them")
     if not any(record.curves[name] for name in record.training_losses):

@@ -41,7 +41,6 @@ from megatron_fused_ce.scripts.lib import gloo
 
 NO_FUSED_WGRAD = "--no-gradient-accumulation-fusion"
 PLUGIN_FLAG = "--fused-chunked-ce"
-EXACT_LINE_PREFIX = "[megatron_cpu] exact "
 
 
 # --- devices ---------------------------------------------------------------------------------
@@ -276,7 +275,7 @@ def _stand_in_for_training_log(module: Any) -> None:
             norm = values["grad_norm"]  # None where the step was skipped
             norm = float("nan") if norm is None else float(norm)
             exact = {"iteration": values["iteration"], "grad norm": norm}
-            print(f"{EXACT_LINE_PREFIX}{json.dumps(exact | losses)}", flush=True)
+            print(f"[megatron_cpu] exact {json.dumps(exact | losses)}", flush=True)
         return training_log(*args, **kwargs)
 
     module.training_log = exact_training_log

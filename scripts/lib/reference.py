@@ -236,11 +236,6 @@ def plain_several(
     return made.detach().transpose(0, 1), entropy.detach().t(), hidden.grad, weight.grad
 
 
-def truth(inputs: HeadInputs) -> HeadResult:
-    """The definition in fp64, on the values that the inputs have in their own dtype."""
-    return plain_head(inputs, torch.float64)
-
-
 def relative_error(value: Tensor, true: Tensor) -> float:
     """``||value - true|| / ||true||`` (fp64); NaN or Inf in the value is an infinite error."""
     value, true = value.double(), true.double()
@@ -249,45 +244,6 @@ def relative_error(value: Tensor, true: Tensor) -> float:
     norm = float(true.norm())
     difference = float((value - true).norm())
     return difference / norm if norm > 0 else difference
-
-
-def assert_close(result: HeadResult, inputs: HeadInputs) -> dict[str, float]:
-    """Every part of ``result`` within twice eager's error or the dtype's floor, whichever is larger.
-
-    Returns the errors. Raises ``AssertionError`` naming the part, its error and its bound.
-    """
-    return assert_within(result, truth(inputs), plain_head(inputs, inputs.hidden.dtype), inputs.hidden.dtype)
-
-
-def assert_within(
-    result: HeadResult, exact: HeadResult, eager: HeadResult, dtype: torch.dtype
-) -> dict[str, float]:
-    """:func:`assert_close` with the truth and the yardstick at hand."""
-    parts = zip(HeadResult._fields, result, exact, eager, strict=True)
-    return {
-        name: assert_part_within(name, value, true, yardstick, dtype)
-        for name, value, true, yardstick in parts
-    }
-
-
-def assert_part_within(name: str, value: Tensor, true: Tensor, eager: Tensor, dtype: torch.dtype) -> float:
-    assert value.shape == true.shape, f"{name} has shape {tuple(value.shape)}"
-    error, bound = relative_error(value, true), max(2 * relative_error(eager, true), FLOOR[dtype])
-    assert error <= bound, f"{name}: error {error:.3e} above {bound:.3e}"
-    return error
-
-
-#: Options of the loss beyond the plain one, for a vocabulary of 97 or more.
-LOSS_OPTIONS: dict[str, dict[str, Any]] = {
-    "smoothing": {"label_smoothing": 0.1},
-    "smoothing as PyTorch": {"label_smoothing": 0.1, "label_smoothing_form": "pytorch"},
-    "z-loss": {"z_loss": 1e-2},
-    "softcap": {"logit_softcap": 5.0},
-    "ignored": {"ignore_index": -100},
-    "masked padding": {"true_vocab_size": 53},
-    "all": {"label_smoothing": 0.2, "z_loss": 1e-3, "logit_softcap": 30.0}
-    | {"ignore_index": -1, "true_vocab_size": 45},
-}
 
 
 def make_teacher(inputs: HeadInputs, k: int) -> tuple[Tensor, Tensor]:

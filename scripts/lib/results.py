@@ -31,7 +31,6 @@ MADE_BY = ("commit", "device", "python", "torch", "triton", "megatron", "transfo
 #: Of a row: what was measured, milliseconds of a step (median), its ratio to what the program names, the
 #: spread of the time or ratio, MiB at the peak, and the host's milliseconds.
 ROW = ("shape", "variant", "time_ms", "ratio", "spread", "peak_mib", "host_ms")
-_NUMBERS = ("time_ms", "ratio", "spread", "peak_mib", "host_ms")
 
 SCRIPTS = Path(__file__).resolve().parents[1]
 #: The checkout; of an installed package the folder that it lies in.
@@ -61,24 +60,24 @@ def finite(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def git(folder: Path | str, *words: str) -> str:
+    """What it prints; bytes that are no text are replaced."""
+    how: dict[str, Any] = {"check": True, "capture_output": True, "text": True, "errors": "replace"}
+    return str(subprocess.run(["git", "-C", str(folder), *words], **how).stdout)
+
+
 def commit() -> str:
     """The checkout's commit, with ``-dirty`` where the package or its kernels differ from it.
 
     Where the code travelled without its repository, or with a stale one: the environment's
     ``FUSED_CE_COMMIT``, which comes first; ``unknown`` without either.
     """
-    named = os.environ.get("FUSED_CE_COMMIT")
-    if named:
+    if named := os.environ.get("FUSED_CE_COMMIT"):
         return named
 
-    def git(*words: str) -> str:
-        return subprocess.run(
-            ["git", *words], cwd=REPOSITORY, capture_output=True, text=True, check=True
-        ).stdout.strip()
-
     try:
-        changed = git("status", "--porcelain", "--", "megatron_fused_ce", "kernels")
-        return git("rev-parse", "HEAD") + ("-dirty" if changed else "")
+        changed = git(REPOSITORY, "status", "--porcelain", "--", "megatron_fused_ce", "kernels")
+        return git(REPOSITORY, "rev-parse", "HEAD").strip() + ("-dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 
@@ -157,22 +156,18 @@ def check(content: Any) -> None:
     for at, row in enumerate(rows):
         if missing := set(ROW) - row.keys():
             raise ValueError(f"row {at} lacks {', '.join(sorted(missing))}")
-        for key in ("shape", "variant"):
-            if not isinstance(row[key], str) or not row[key]:
-                raise ValueError(f"row {at}: {key} is no name: {row[key]!r}")
-        for key in _NUMBERS:
-            value = row[key]
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-                raise ValueError(f"row {at}: {key} is no number: {value!r}")
-            if value is not None and value < 0:
-                raise ValueError(f"row {at}: {key} is below 0: {value!r}")
+        for key in ROW:
+            value, is_name = row[key], key in ("shape", "variant")
+            if is_name and not (isinstance(value, str) and value):
+                raise ValueError(f"row {at}: {key} is no name: {value!r}")
+            if not is_name and value is not None and (type(value) not in (int, float) or value < 0):
+                raise ValueError(f"row {at}: {key} is no number from 0 on: {value!r}")
 
 
 def read(path: Path) -> Row:
     """A file's content.
 
-    Raises:
-        UsageError: naming the file, where it cannot be read or holds something else.
+    Raises UsageError, naming the file, where it cannot be read or holds something else.
     """
     try:
         content = json.loads(read_text(path))

@@ -1,6 +1,6 @@
 """Run a training script as torchrun would, with one thing about the launch changed.
 
-    torchrun ... scripts/lib/runner.py OPTION... Megatron-LM/pretrain_gpt.py ... [--fused-chunked-ce]
+    torchrun ... scripts/lib/runner.py OPTION Megatron-LM/pretrain_gpt.py ... [--fused-chunked-ce]
 
     --te-loss           Transformer Engine's cross entropy, which Megatron's check of its arguments refuses
                         from 0.18 on ("disabled due to stability issues") while the model still has it
@@ -115,28 +115,20 @@ def num_logits(args: Any) -> int:
 # --- the run ---------------------------------------------------------------------------------
 
 
-def parse(words: list[str]) -> tuple[dict[str, list[str]], list[str]]:
-    """(option -> its values, the script and its arguments)."""
-    own: dict[str, list[str]] = {}
-    while words and words[0] in OPTIONS:
-        end = 1 + OPTIONS[words[0]]
-        own[words[0]], words = words[1:end], words[end:]
-    if not (words and os.path.isfile(words[0])):
-        sys.exit(f"usage: runner.py OPTION... SCRIPT args..., no {' '.join(words[:1])}")
-    return own, words
-
-
 def main() -> None:
-    own, words = parse(sys.argv[1:])
+    option, *words = sys.argv[1:] or [""]
+    own, words = words[: OPTIONS.get(option, 0)], words[OPTIONS.get(option, 0) :]
+    if option not in OPTIONS or not (words and os.path.isfile(words[0])):
+        sys.exit(f"usage: runner.py {' | '.join(OPTIONS)} SCRIPT args..., no {' '.join(words[:1]) or option}")
     sys.argv = words
     sys.path[0] = os.path.dirname(os.path.abspath(words[0]))
     if FLAG in words:
         from megatron_fused_ce.adapter import import_hook
 
         import_hook.install()
-    if "--memory" in own:
-        _watch_memory(*own["--memory"])
-    if "--te-loss" in own:
+    if option == "--memory":
+        _watch_memory(*own)
+    else:
         import megatron.training.arguments
 
         lift_te_refusal(megatron.training.arguments)

@@ -28,7 +28,6 @@ import math
 import re
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -438,18 +437,17 @@ def report(found: Comparison, out: Path, source: Row, console: Console, caption:
 
 def draw_pair(found: Comparison, path: Path) -> None:
     """The heads' losses over each other (those of routers have another scale), and all differences."""
-    judge, curves = found.judge, [curve for curve in found.pairs if curve != GRAD_NORM]
-    plt, (loss, of_loss) = pictures.pyplot(), next(iter(found.pairs.items()))
+    judge, plt, loss = found.judge, pictures.pyplot(), next(iter(found.pairs))
     figure, (above, below) = plt.subplots(2, sharex=True, figsize=(8, 7.2), layout="constrained")
     grey = {"color": "#737373", "ls": ":", "label": f"{loss} of the noise run"}
-    drawn = [(of_loss[name][0], grey) for name in judge.noise if name in of_loss]
+    drawn = [(found.main[name][0], grey) for name in judge.noise if name in found.main]
+    curves = [curve for curve in found.pairs if curve != GRAD_NORM]
     for curve, colour in zip(curves, cycle(plt.get_cmap("tab10").colors), strict=False):
-        pairs = found.pairs[curve][judge.judged][0]
-        drawn.append((pairs, {"color": colour, "label": curve}))
+        drawn.append((pairs := found.pairs[curve][judge.judged][0], {"color": colour, "label": curve}))
         if " loss" in curve or len(curves) == 1:
             at, few = [pair.iteration for pair in pairs], "o" if len(pairs) < 12 else ""
-            wide = {"lw": 5, "ms": 9, "alpha": 0.35}
-            above.plot(at, [pair.reference for pair in pairs], color=colour, marker=few, **wide)
+            wide = {"color": colour, "marker": few, "lw": 5, "ms": 9, "alpha": 0.35}
+            above.plot(at, [pair.reference for pair in pairs], **wide)
             above.plot(at, [pair.other for pair in pairs], color=colour, marker=few, lw=1.3, ms=3)
     for pairs, style in drawn:  # A log axis has no zero: where there is no difference, there is a gap.
         sizes = [size if 0 < (size := p.difference()) < math.inf else math.nan for p in pairs]
@@ -519,7 +517,7 @@ def draw_series(content: dict[str, Any], path: Path) -> None:
 # --- command line ------------------------------------------------------------------------------
 
 
-def _launch_all(given: argparse.Namespace, words: Sequence[str], console: Console) -> None:
+def _launch_all(given: argparse.Namespace, words: Sequence[str]) -> None:
     """Run the launches; then their folders are given, as if the user had."""
     if given.runs or given.against_noise:
         raise UsageError("--launch makes the runs itself: give the command after --, and no run")
@@ -530,19 +528,10 @@ def _launch_all(given: argparse.Namespace, words: Sequence[str], console: Consol
     seeds = [(f"-{seed}", ["--seed", str(seed)]) for seed in given.seeds or ()]
     for end, seeded in seeds or [("", [])]:
         for name, line in lines.items():
-            began, what = time.monotonic(), f"launch {name}{end}"
-            with console.status(what) as status:
-                show = partial(_show, status, what)
-                launch([*line, *seeded], given.out / f"{name}{end}", given.timeout, show)
-            took = f"{time.monotonic() - began:.0f} s"
-            console.print(f"{what}: {took}, logs in {given.out / name}{end}", soft_wrap=True)
+            launch([*line, *seeded], given.out / f"{name}{end}", given.timeout, f"{name}{end}")
     given.paired = given.out if seeds else None
     off, on, *given.against_noise = lines if seeds else [given.out / name for name in lines]
     given.runs = [off, on]
-
-
-def _show(status: Any, what: str, now: str) -> None:
-    status.update(f"{what}: {now}")
 
 
 @cli.command("compare")
@@ -569,7 +558,7 @@ def main(words: list[str]) -> int:
     console = Console(highlight=False)
     cli.writable_folder(given.out)
     if given.launch:
-        _launch_all(given, launched, console)
+        _launch_all(given, launched)
     source = results.made_by(results.device_name() if given.launch else "", ["compare", *words])
     every = [*given.runs, *given.against_noise]
     if len(given.runs) != 2 or (len(every) < 3 if given.paired else len(every) > 3):
@@ -578,16 +567,16 @@ def main(words: list[str]) -> int:
     paths = [Path(run).resolve() for run in every]
     if len({*paths}) < len(every):
         raise UsageError("a run is given twice: it is no noise of itself, and no other run")
+    # One pair's by their names below what they share.
+    shared = commonpath([path.parent for path in paths])
+    names = every if given.paired else [relpath(path, shared) for path in paths]
+    bounds = given.first, given.first_bound, given.first_grad_norm_bound
+    judge = Judge(names[0], names[1], names[2:], given.paired is not None, *bounds)
     if given.paired:
-        found = series_of(
-            given.paired, Judge(given.runs[0], given.runs[1], given.against_noise, True, given.first)
-        )
-    else:  # by their names below what they share
-        shared = commonpath([path.parent for path in paths])
-        runs = {(name := relpath(path, shared)): {0: read_run(path, name)} for path in paths}
-        reference, other, *noise = runs
-        bounds = given.first, given.first_bound, given.first_grad_norm_bound
-        found = compare(runs, Judge(reference, other, noise, False, *bounds))
+        found = series_of(given.paired, judge)
+    else:
+        runs = zip(names, paths, strict=True)
+        found = compare({name: {0: read_run(path, name)} for name, path in runs}, judge)
     return report(found, given.out, source, console)
 
 

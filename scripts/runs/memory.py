@@ -30,7 +30,7 @@ from megatron_fused_ce.cli import command_line as cli
 from megatron_fused_ce.cli.command_line import UsageError
 from megatron_fused_ce.scripts.lib import pictures, results, tables
 from megatron_fused_ce.scripts.lib.launches import Command, launch, split_command
-from megatron_fused_ce.scripts.lib.runner import SNAPSHOT, TIMELINE
+from megatron_fused_ce.scripts.lib.runner import TIMELINE
 
 MIB = 1024 * 1024
 WEIGHTS, INPUTS, BUFFERS, OPTIMIZER = "weights", "inputs", "parameter and gradient buffers", "optimizer"
@@ -144,11 +144,11 @@ class Timeline:
         return width, found + [held] * (num - len(found))
 
 
-def _live_blocks(snapshot: dict[str, Any], device: int) -> dict[int, dict[str, Any]]:
-    """Address -> block, of what tensors hold."""
+def _live_blocks(snapshot: dict[str, Any], device: int) -> list[dict[str, Any]]:
+    """Of what tensors hold."""
     here = (segment for segment in snapshot["segments"] if segment.get("device", 0) == device)
     blocks = (block for segment in here for block in segment["blocks"])
-    return {block["address"]: block for block in blocks if block["state"] == "active_allocated"}
+    return [block for block in blocks if block["state"] == "active_allocated"]
 
 
 def timeline_of(
@@ -177,18 +177,20 @@ def timeline_of(
         live[address] = size, found
         return found
 
-    for address, block in _live_blocks(before, device).items():
-        category = hold(address, size := block["requested_size"], block.get("frames", ()))
+    for block in _live_blocks(before, device):
+        category = hold(block["address"], size := block["requested_size"], block.get("frames", ()))
         timeline.base[category] = timeline.base.get(category, 0) + size
     for entry in trace:
         address, action = entry.get("addr"), entry["action"]  # an "oom" has no address
         if action == "alloc":
             size, category = entry["size"], hold(address, entry["size"], entry.get("frames", ()))
-            timeline.events.append((entry["time_us"] - begin_us, size, category))
         elif action == "free_requested" and address in live:
             size, category = live.pop(address)
-            timeline.events.append((entry["time_us"] - begin_us, -size, category))
-    end = sum(block["requested_size"] for block in _live_blocks(after, device).values())
+            size = -size
+        else:
+            continue
+        timeline.events.append((entry["time_us"] - begin_us, size, category))
+    end = sum(block["requested_size"] for block in _live_blocks(after, device))
     timeline.unaccounted_bytes = sum(size for size, _ in live.values()) - end
     return timeline
 
@@ -336,17 +338,15 @@ def of_launches(given: argparse.Namespace, words: Sequence[str]) -> list[Timelin
     """The same launch with the flag off and on."""
     asked, timelines = Command.of(words), list[Timeline]()
     for name, flag in (("flag off", False), ("flag on", True)):
-        folder, began = given.out.resolve() / name.replace(" ", "-"), time.monotonic()
+        folder = given.out.resolve() / name.replace(" ", "-")
         line = asked.through("--memory", str(folder), str(given.step), str(given.rank), flag=flag)
-        launch(line, folder, given.timeout, lambda now: print(now, flush=True))
+        launch(line, folder, given.timeout, name)
         if not (folder / TIMELINE).is_file():
             raise UsageError(f"the launch ended before step {given.step}: raise --train-iters")
         (timeline,) = read(folder / TIMELINE)
         timeline.name = name
         timeline.facts["what"] = f"{Path(asked.script[0]).name}, step {given.step}"
         timelines.append(timeline)
-        took = f"{time.monotonic() - began:.0f} s"
-        print(f"launch, {name}: {took}, logs in {folder}, for torch's viewer {SNAPSHOT}", flush=True)
     return timelines
 
 
@@ -361,8 +361,6 @@ def main(words: list[str]) -> int:
     add("--rank", type=ranks, default=-1, metavar="R", help="the rank that records [-1: the last]")
     add("--timeout", type=cli.seconds, default=cli.NO_LIMIT, metavar="S", help="of one launch")
     given = parser.parse_args(own)
-    import rich  # noqa: F401 - before a launch of minutes, whose table needs it
-
     default = given.draw.parent if given.draw else Path("build/memory_profile")
     given.out = cli.writable_folder(given.out or default)
     if given.draw:

@@ -26,6 +26,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -131,13 +132,11 @@ def plan(options: argparse.Namespace, more: Sequence[str]) -> list[list[Run]]:
     if unknown := variants.keys() - known:
         raise UsageError(f"--variants: no {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     how = options.device, options.timeout
+    cases = [case_of(options, num_tokens, more) for num_tokens in options.lengths]
+    args = {name: tuple(shlex.split(words)) for name, words in variants.items()}
     return [
-        [
-            Run(checkout, options.model, case, name, tuple(shlex.split(variants[name])), *how)
-            for name in variants
-        ]
-        for checkout in checkouts
-        for case in (case_of(options, num_tokens, more) for num_tokens in options.lengths)
+        [Run(checkout, options.model, case, name, args[name], *how) for name in args]
+        for checkout, case in product(checkouts, cases)
     ]
 
 
@@ -158,17 +157,16 @@ def row_of(run: Run, of: dict[str, Figures]) -> dict[str, Any]:
     """One variant's row; ``of``: figures of this length's variants by their names."""
     figures, stock, native = of[run.variant], of.get(REFERENCE), of.get(YARDSTICK)
     time_ms, spread = figures.time_ms(run.case.warmup)
+    problems = list[str]()
     row: dict[str, Any] = {"shape": run.model, "variant": run.variant, "version": run.checkout.label}
     row |= {"T": run.case.num_tokens, "status": figures.status, "time_ms": time_ms, "spread": spread}
     row["tokens_per_s"] = round(1e3 * row["T"] / time_ms, 1) if time_ms else None
-    row |= {"peak_mib": figures.max_allocated_mb, "loss_difference": None, "problems": []}
-    row |= figures.gpu
-    row |= {"command": run.command, "figures": asdict(figures)}
+    row |= {"peak_mib": figures.max_allocated_mb, "loss_difference": None, "problems": problems}
+    row |= {**figures.gpu, "command": run.command, "figures": asdict(figures)}
     if figures.status != "ok":
         if not figures.status.startswith(("out of memory", NOT_TRIED)):
-            row["problems"].append(f"{figures.status} {figures.error}".strip())
+            problems.append(f"{figures.status} {figures.error}".strip())
         return row
-    problems = row["problems"]
     words = run.case.args
     wanted, made = int(words[len(words) - words[::-1].index("--train-iters")]), figures.iteration_times_ms
     if len(made) != wanted:
@@ -182,9 +180,8 @@ def row_of(run: Run, of: dict[str, Figures]) -> dict[str, Any]:
     ours, its = differences(figures, stock), differences(native or stock, stock)
     row["loss_difference"] = ours[0]
     # In bf16, over few iterations, losses are shown and not judged.
-    judged = zip(
-        ("loss", "grad norm"), ours, its, (losses.LOSS_RESOLUTION, losses.GRAD_NORM_RESOLUTION), strict=True
-    )
+    least_of = losses.LOSS_RESOLUTION, losses.GRAD_NORM_RESOLUTION
+    judged = zip(("loss", "grad norm"), ours, its, least_of, strict=True)
     for what, our, native_one, least in judged if run.uses_plugin and run.device == "cpu" else ():
         bound = max(losses.YARDSTICK_FACTOR * native_one if math.isfinite(native_one) else 0.0, least)
         if not our <= bound:
@@ -196,17 +193,6 @@ def differences(one: Figures, other: Figures) -> tuple[float, float]:
     """The largest relative ones of two launches' losses and gradient norms."""
     norms = losses.largest_relative_difference(one.grad_norms, other.grad_norms)
     return losses.loss_difference(one, other), norms
-
-
-def longest(rows: Sequence[dict[str, Any]]) -> str:
-    """The most tokens that each variant trained, and what ended it."""
-    found = []
-    for variant in dict.fromkeys(row["variant"] for row in rows):
-        mine = sorted((row for row in rows if row["variant"] == variant), key=lambda row: row["T"])
-        trained = max((row["T"] for row in mine if row["status"] == "ok" and not row["problems"]), default=0)
-        ended = next((f" ({row['status']} at {row['T']})" for row in mine if row["T"] > trained), "")
-        found.append(f"{variant} {trained or 'none'}{ended}")
-    return f"Longest that trains, in tokens: {', '.join(found)}."
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -226,7 +212,9 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 # --- command line ----------------------------------------------------------------------------
 
 
-def _parser() -> Parser:
+@command("pretrain")
+def main(words: list[str]) -> int:
+    own, more = launches.split_command(words)
     parser = Parser("python -m scripts.runs.pretrain", __doc__ or "")
     add = parser.add_argument
     checkout = "a Megatron-LM checkout; repeatable"
@@ -238,13 +226,7 @@ def _parser() -> Parser:
     add("--variants", default=",".join(VARIANTS), help=f"[%(default)s], and {', '.join(MORE_VARIANTS)}")
     add("--timeout", type=seconds, default=900.0, metavar="S", help="of one launch [900]")
     add("--out", type=Path, default=Path("build/pretrain"), help="folder of results and logs")
-    return parser
-
-
-@command("pretrain")
-def main(words: list[str]) -> int:
-    own, more = launches.split_command(words)
-    options = _parser().parse_args(own)
+    options = parser.parse_args(own)
     options.model = options.model or ("tiny" if options.device == "cpu" else "llama-3.2-1b")
     options.lengths = options.lengths or ([64] if options.device == "cpu" else [16384])
     groups = plan(options, more)
@@ -263,7 +245,7 @@ def main(words: list[str]) -> int:
             print(f"{run.title}: {made.status} ({came}) {made.error}".rstrip(), flush=True)
             rows = before + [row_of(run, figures) for run in group if run.variant in figures]
             results.write(output / "results.json", rows, source)
-    print(f"\n{table(rows)}\n\n{longest(rows)}\nLogs and results: {options.out}")
+    print(f"\n{table(rows)}\n\nLogs and results: {options.out}")
     return int(any(row["problems"] for row in rows))
 
 

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_fused_ce.cli.command_line import Parser, command, whole, writable_folder
+from megatron_fused_ce.cli.command_line import Parser, UsageError, command, whole, writable_folder
 
 ENDS = (".py", ".pyi", ".md", ".rst", ".txt", ".h", ".cuh")
 FEWEST_BYTES, MOST_BYTES = 256, 1 << 20
@@ -50,7 +50,10 @@ def texts(roots: list[Path], megabytes: float) -> Iterator[str]:
 
 
 def byte_level_bpe(some: Iterable[str], vocab: int, special: Sequence[str] = ()) -> Any:
-    """A tokenizer of at most ``vocab`` ids learned from these texts; the first ids are ``special``."""
+    """A tokenizer of ``vocab`` ids learned from these texts; the first ids are ``special``.
+
+    Raises UsageError where the text has too few.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     bpe, of_bytes = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel
@@ -58,6 +61,10 @@ def byte_level_bpe(some: Iterable[str], vocab: int, special: Sequence[str] = ())
     known: dict[str, Any] = {"special_tokens": [*special], "initial_alphabet": of_bytes.alphabet()}
     trainer = trainers.BpeTrainer(vocab_size=vocab, show_progress=False, **known)
     bpe.train_from_iterator(some, trainer)
+    if (learned := bpe.get_vocab_size()) != vocab:
+        raise UsageError(
+            f"the text has {learned} tokens and not {vocab}: give more text, or a smaller --vocab"
+        )
     return bpe
 
 
@@ -69,10 +76,6 @@ def train_tokenizer(lines: Path, vocab: int, folder: Path) -> None:
     with open(lines) as file:
         bpe = byte_level_bpe((json.loads(line)["text"] for line in file), vocab - 1)
     bpe.decoder = tokenizers.decoders.ByteLevel()
-    if (found := bpe.get_vocab_size()) != vocab - 1:
-        sys.exit(
-            f"the text has {found} tokens and not {vocab - 1}: give more --megabytes or a smaller --vocab"
-        )
     PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END, pad_token=END).save_pretrained(folder)
 
 

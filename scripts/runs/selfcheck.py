@@ -103,10 +103,8 @@ def main(words: list[str]) -> int:
     num_calls, wrong = wrong_calls(given.calls, device)
     print(f"{num_calls} calls against fp64, {len(wrong)} wrong", *wrong[:20], sep="\n")
     why_no_times = "asked for" if given.no_times else "" if on_gpu else "no GPU"
-    times = path.with_name(f"{path.stem}-times.json")
-    why_no_times = why_no_times or timed(times)
-    rows = []
-    if why_no_times:
+    times, rows = path.with_name(f"{path.stem}-times.json"), []
+    if why_no_times := why_no_times or timed(times):
         print(f"not timed: {why_no_times}")
     else:
         rows = json.loads(times.read_text())["rows"]

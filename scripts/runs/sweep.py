@@ -139,11 +139,9 @@ def _beside_auto(best: Row, auto: Row | None) -> str:
         return f"It is what {FLAG} does by itself: leave the defaults alone."
     if auto is None or auto.ratio is None or best.ratio is None:
         return f"The defaults: {auto.status}." if auto else ""
-    more, plan = auto.ratio / best.ratio - 1, f" ({auto.plan})" if auto.plan else ""
-    said = f"The defaults{plan} take {abs(more):.1%} {'more' if more >= 0 else 'less'} time"
+    said = f"The defaults{f' ({auto.plan})' * bool(auto.plan)} take {auto.ratio / best.ratio:.3f} of its time"
     if auto.peak_mib is not None and best.peak_mib is not None:
-        mib = auto.peak_mib - best.peak_mib
-        said += f" and {abs(mib):.1f} MiB {'more' if mib >= 0 else 'less'}"
+        said += f" and {auto.peak_mib - best.peak_mib:+.1f} MiB"
     return f"{said}."
 
 
@@ -151,14 +149,13 @@ def _beside_auto(best: Row, auto: Row | None) -> str:
 class SweepResult:
     rows: list[Row]
     facts: dict[str, Any]
-    reference: str  # of the ratios: `auto`, or where it does not fit the last
-    tolerance: float
-    flags: str  # recommended, and why
-    why: str
 
     @staticmethod
     def of(rows: Sequence[Row], facts: dict[str, Any], tolerance: float) -> SweepResult:
-        """Ratios, the Pareto front and the recommended row. Raises UsageError where nothing of ours ran."""
+        """Ratios, to `auto` or where it does not fit the last, the Pareto front, the recommended row.
+
+        Raises UsageError where nothing of ours ran.
+        """
         ran = [row for row in rows if row.is_ours and row.time_ms]
         if not ran:
             raise UsageError(f"nothing of this package ran to its end: {LESS}")
@@ -169,7 +166,8 @@ class SweepResult:
         front = {known[i] for i in pareto_front([(row.ratio or 0.0, row.peak_mib or 0.0) for row in known])}
         best, why = recommend(rows, tolerance)
         rows = [replace(row, on_front=row in front, recommended=row is best) for row in rows]
-        return SweepResult(rows, facts, reference.name, tolerance, best.flags, why)
+        facts = facts | {"reference": reference.name, "tolerance": tolerance}
+        return SweepResult(rows, facts | {"recommended": {"flags": best.flags, "why": why}})
 
     @property
     def on_cpu(self) -> bool:
@@ -265,11 +263,10 @@ def of_launches(given: argparse.Namespace, rows: list[Row], source: results.Row)
     beside = next((name for name in (*STOCK, *logged) if name in logged), "")
     for at, row in enumerate(found):
         if row.name in logged and row.name != beside:
-            error = losses.loss_difference(logged[row.name], logged[beside])
-            wrong = (
-                f"losses differ from {beside}'s by {error:.1e}" if row.is_ours and not error <= bound else OK
-            )
-            found[at] = replace(row, error=error, status=wrong)
+            error, status = losses.loss_difference(logged[row.name], logged[beside]), OK
+            if row.is_ours and not error <= bound:
+                status = f"losses differ from {beside}'s by {error:.1e}"
+            found[at] = replace(row, error=error, status=status)
     facts = {"what": "pretrain", "megatron": checkout.label, "loss_bound": bound, "args": shlex.join(args)}
     facts |= {name: getattr(given, name) for name in ("script", "nproc", "iterations", "warmup")}
     facts["plugin_args"] = shlex.join(_without(plugin, *SWEPT))
@@ -290,10 +287,9 @@ def check_launches(given: argparse.Namespace) -> None:
     checkout = Checkout.at(given.through_megatron)
     if not (checkout.path / given.script).is_file():
         raise UsageError(f"--script: {checkout.label} has no {given.script}")
-    if not given.words or not given.words[0].startswith("--"):
-        raise UsageError(
-            "after -- give the arguments of the training script alone, from its first --option on"
-        )
+    if not (given.words and given.words[0].startswith("--")):
+        alone = "the arguments of the training script alone, from its first --option on"
+        raise UsageError(f"after -- give {alone}")
     launches.refuse_shared_folders(given.words)
     for option in given.words:
         if option.partition("=")[0] in OTHER_LOSS:
@@ -305,9 +301,10 @@ def check_launches(given: argparse.Namespace) -> None:
 
 def markdown(result: SweepResult) -> str:
     facts, launched = result.facts, result.facts["what"] == "pretrain"
+    over, recommended = facts["reference"], facts["recommended"]
     versions = f"torch {facts['torch']}, triton {facts['triton']}"
     lines = [f"{result.about}; {facts['device']}, {versions}, commit {facts['commit']}.", ""]
-    legend = [f"Over {result.reference}: the time over that of `{result.reference}`."]
+    legend = [f"Over {over}: the time over that of `{over}`."]
     if launched:
         lines += [f"    {facts['args']} {facts['plugin_args']}".rstrip(), ""]
         legend += ["Peaks are Megatron's max allocated; on a CPU it has none."]
@@ -327,18 +324,20 @@ def markdown(result: SweepResult) -> str:
             tables.cell(row.error, ".1e", ""),
             ", ".join(["yes"] * row.on_front + ["recommended"] * row.recommended),
         ])  # fmt: skip
-    head = ["strategy", "chunks", *([] if launched else ["what ran"]), "ms", f"over {result.reference}"]
+    head = ["strategy", "chunks", *([] if launched else ["what ran"]), "ms", f"over {over}"]
     lines += [tables.markdown([*head, "spread", "peak, MiB", "error", "front"], table), ""]
-    words = [f"Recommended{' on this CPU' * result.on_cpu}:", f"    {result.flags}", result.why]
+    words = [
+        f"Recommended{' on this CPU' * result.on_cpu}:",
+        f"    {recommended['flags']}",
+        recommended["why"],
+    ]
     words += [ON_A_CPU] * result.on_cpu
     return "\n".join([*lines, "\n\n".join(words)]) + "\n"
 
 
 def write(result: SweepResult, out: Path) -> None:
-    source = result.facts | {"reference": result.reference, "tolerance": result.tolerance}
-    source["recommended"] = {"flags": result.flags, "why": result.why}
     rows = [{"shape": result.about, "variant": row.name, **asdict(row)} for row in result.rows]
-    results.write(out / "sweep.json", rows, source)
+    results.write(out / "sweep.json", rows, result.facts)
     results.write_whole(out / "sweep.md", markdown(result))
 
 
@@ -411,10 +410,8 @@ def main(words: list[str]) -> int:
     device = results.device_name() if through and given.device == "cuda" else ""
     source = results.made_by(device, ["sweep", *words])
     # `auto` first: what the defaults do.
-    rows = [
-        Row.of(AUTO),
-        *(Row.of(name, n) for name in dict.fromkeys(given.strategies) for n in given.chunks),
-    ]
+    rows = [Row.of(AUTO)]
+    rows += [Row.of(name, n) for name in dict.fromkeys(given.strategies) for n in given.chunks]
     try:
         result = (of_launches if through else of_head)(given, rows, source)
     except RuntimeError as error:

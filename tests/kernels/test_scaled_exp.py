@@ -23,14 +23,13 @@ from megatron_fused_ce.rl import token_log_probs
 from megatron_fused_ce.scripts.lib.reference import (
     FLOOR,
     HeadInputs,
-    assert_close,
     make_inputs,
     plain_outputs,
     relative_error,
-    truth,
 )
 from tests.support import pairs
 from tests.support.head import strategy_in_place
+from tests.support.losses import assert_close, truth
 from tests.support.op import (
     EXP_DTYPE,
     HAS_EXP,

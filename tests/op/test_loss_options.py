@@ -15,14 +15,8 @@ from megatron_fused_ce import (
     fused_linear_cross_entropy,
 )
 from megatron_fused_ce.scripts.lib import gloo
-from megatron_fused_ce.scripts.lib.reference import (
-    LOSS_OPTIONS,
-    assert_close,
-    make_inputs,
-    plain_head,
-    relative_error,
-)
-from tests.support.losses import problem
+from megatron_fused_ce.scripts.lib.reference import make_inputs, plain_head, relative_error
+from tests.support.losses import LOSS_OPTIONS, assert_close, problem
 from tests.support.op import DTYPES, STRATEGIES, captured, run
 
 

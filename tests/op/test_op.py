@@ -10,15 +10,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy
-from megatron_fused_ce.scripts.lib.reference import (
-    HeadInputs,
-    assert_close,
-    make_inputs,
-    relative_error,
-    truth,
-)
+from megatron_fused_ce.scripts.lib.reference import HeadInputs, make_inputs, relative_error
 from tests.support.head import strategy_in_place
-from tests.support.losses import problem
+from tests.support.losses import assert_close, problem, truth
 from tests.support.op import DTYPES, STRATEGIES, RoundedFactors, gemm_flops, leaves, run
 
 

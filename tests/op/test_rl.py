@@ -13,13 +13,12 @@ from megatron_fused_ce.ops.log_probs import unrounded
 from megatron_fused_ce.rl import token_divergence, token_log_probs
 from megatron_fused_ce.scripts.lib.reference import (
     FLOOR,
-    assert_part_within,
     make_inputs,
     make_teacher,
     plain_outputs,
     relative_error,
 )
-from tests.support.losses import Loss
+from tests.support.losses import Loss, assert_within
 from tests.support.op import gemm_flops, leaves
 
 SIZES = {"s": 12, "b": 2, "hidden_size": 16, "vocab": 53}
@@ -89,10 +88,10 @@ def test_tokens_outside_the_active_mask_cost_no_gemm(dtype, strategy, share, dev
     for name, value in made.items():
         assert not value[~active].any()
         parts = (of.masked_fill(~active, 0.0) for of in (value.detach(), exact[name], eager[name]))
-        assert_part_within(name, *parts, dtype)
+        assert_within(name, *parts, dtype)
     assert not hidden.grad[~active.t()].any()
     for operand, *parts in zip((hidden, weight), true, plain, strict=True):
-        assert_part_within("a gradient", operand.grad, *parts, dtype)
+        assert_within("a gradient", operand.grad, *parts, dtype)
 
 
 @pytest.mark.parametrize("name", ["log_prob", "entropy"])

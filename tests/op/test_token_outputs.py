@@ -15,13 +15,12 @@ from megatron_fused_ce.losses import CrossEntropy, ZLoss
 from megatron_fused_ce.losses.label import loss_of
 from megatron_fused_ce.losses.outputs import OUTPUTS, differentiable_of
 from megatron_fused_ce.scripts.lib.reference import (
-    LOSS_OPTIONS,
     HeadInputs,
     make_teacher,
     plain_distillation,
     relative_error,
 )
-from tests.support.losses import Loss, problem
+from tests.support.losses import LOSS_OPTIONS, Loss, problem
 from tests.support.op import EXP_DTYPE, HAS_EXP, leaves
 
 DIFFERENTIABLE = differentiable_of(OUTPUTS)

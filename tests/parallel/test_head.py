@@ -14,9 +14,10 @@ from megatron_fused_ce.head import tokens as head_tokens
 from megatron_fused_ce.head.autograd import linear_cross_entropy
 from megatron_fused_ce.head.call import Call
 from megatron_fused_ce.head.grad_weight import ReturnedGradWeight
-from megatron_fused_ce.scripts.lib.reference import HeadResult, assert_within, make_inputs, plain_head, truth
+from megatron_fused_ce.scripts.lib.reference import HeadResult, make_inputs, plain_head
 from tests.support import head, pairs
 from tests.support.head import SIZES, rows_of, same_on_all_ranks, scaled_exp_dtype, strategy_in_place
+from tests.support.losses import assert_result
 from tests.support.op import STRATEGIES
 from tests.support.problems import open_main_grad
 from tests.support.ranks import Rank, on_ranks
@@ -107,7 +108,7 @@ def against_fp64(
             **{"ignore_index": None, **options},
         )
         inputs = replace(inputs, config=config)
-        exact, eager = truth(inputs), plain_head(inputs, dtype)
+        exact, eager = (plain_head(inputs, of) for of in (torch.float64, dtype))
         main_grad, opened, earlier = None, ReturnedGradWeight, 0.0
         if "main_grad" in grad_weight:
             # Of an earlier micro-batch.
@@ -138,6 +139,6 @@ def against_fp64(
         HeadResult(of.loss.where(~skipped, 0.0), of.grad_hidden, of.grad_weight + earlier)
         for of in (exact, eager)
     )
-    assert_within(result, exact, eager, dtype)
+    assert_result(result, exact, eager, dtype)
     at = skipped.t()
     assert torch.equal(result.grad_hidden[at], torch.zeros_like(result.grad_hidden[at]))

@@ -18,10 +18,10 @@ from megatron_fused_ce import (
 )
 from megatron_fused_ce.losses.outputs import OUTPUTS
 from megatron_fused_ce.scripts.lib import reference
-from megatron_fused_ce.scripts.lib.reference import assert_close, make_inputs, relative_error, truth
+from megatron_fused_ce.scripts.lib.reference import make_inputs, plain_head, relative_error
 from tests.support import head, pairs
 from tests.support.head import plain_inputs, rows_of, same_on_all_ranks, scaled_exp_dtype, shard_of
-from tests.support.losses import TABLE, compare
+from tests.support.losses import TABLE, assert_close, compare
 from tests.support.op import STRATEGIES
 from tests.support.ranks import Rank, on_ranks
 
@@ -43,7 +43,7 @@ def fused_result(rank: Rank, inputs, config, sp=False) -> reference.HeadResult:
 def assert_right(rank: Rank, result, inputs, exponents: float) -> None:
     """``exponents``: the scaled-exp GEMM's largest, rounded to 24 bits twice in the tests' fp32."""
     if exponents and rank.device.type == "cpu":
-        for part, true in zip(result, truth(inputs), strict=True):
+        for part, true in zip(result, plain_head(inputs, torch.float64), strict=True):
             assert relative_error(part, true) < 2 * exponents * 2.0**-24
     else:
         assert_close(result, inputs)
@@ -133,7 +133,7 @@ def test_nan_of_one_token(rank: Rank, where, strategy, sp):
 def test_frozen_operands(rank: Rank, strategy):
     """One of them under sequence parallelism, with the gradients of two backwards; without gradients, too."""
     inputs = plain_inputs(rank, s=8, b=2, vocab=100)
-    exact = truth(inputs)
+    exact = plain_head(inputs, torch.float64)
     mine = exact.grad_hidden[head.tokens_of(rank, 8, True)], exact.grad_weight[rows_of(rank, "equal", 100)]
     for trained in (0, 1, None):
         hidden, weight, settings = shard_of(rank, inputs, True, "equal")

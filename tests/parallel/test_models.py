@@ -247,7 +247,8 @@ def test_start_up_line(rank: Rank):
 def test_options_of_the_loss(rank: Rank):
     """The loss is the definition's on Megatron's own logits. Megatron's loss is refused: test_seams.py."""
     from megatron_fused_ce.adapter import arguments
-    from megatron_fused_ce.scripts.lib.reference import LOSS_OPTIONS, HeadInputs, plain_head
+    from megatron_fused_ce.scripts.lib.reference import HeadInputs, plain_head
+    from tests.support.losses import LOSS_OPTIONS
 
     vocab = megatron.VOCAB
     have_groups(rank.size)

@@ -20,17 +20,29 @@ from megatron_fused_ce.losses.terms import Pull, Rows, Scaled, Sum, Term
 from megatron_fused_ce.rl import token_log_probs
 from megatron_fused_ce.scripts.lib.reference import (
     FLOOR,
-    LOSS_OPTIONS,
     HeadInputs,
-    assert_part_within,
+    HeadResult,
     make_inputs,
     make_teacher,
     plain_distillation,
     plain_head,
     plain_outputs,
+    relative_error,
 )
 from tests.support.head import strategy_in_place
 from tests.support.op import leaves
+
+#: Options of the loss beyond the plain one, for a vocabulary of 97 or more.
+LOSS_OPTIONS: dict[str, dict[str, Any]] = {
+    "smoothing": {"label_smoothing": 0.1},
+    "smoothing as PyTorch": {"label_smoothing": 0.1, "label_smoothing_form": "pytorch"},
+    "z-loss": {"z_loss": 1e-2},
+    "softcap": {"logit_softcap": 5.0},
+    "ignored": {"ignore_index": -100},
+    "masked padding": {"true_vocab_size": 53},
+    "all": {"label_smoothing": 0.2, "z_loss": 1e-3, "logit_softcap": 30.0}
+    | {"ignore_index": -1, "true_vocab_size": 45},
+}
 
 
 @dataclass(frozen=True)
@@ -339,7 +351,7 @@ def compare(
             loss.plain(inputs, of_subset, dtype) for dtype in (torch.float64, inputs.hidden.dtype)
         )
         for name, *parts in zip(("grad_hidden", "grad_weight"), grads, true, eager, strict=True):
-            assert_part_within(f"{name} of {', '.join(subset)}", *parts, inputs.hidden.dtype)
+            assert_within(f"{name} of {', '.join(subset)}", *parts, inputs.hidden.dtype)
     assert list(made) == list(outputs)
     if inputs.config.true_vocab_size is not None:
         assert not grads[1][inputs.config.true_vocab_size :].any()
@@ -347,6 +359,28 @@ def compare(
         assert not made["loss"][inputs.labels == inputs.config.ignore_index].any()
     for name, value in made.items():
         assert_output(name, value.detach(), outputs, of_eager, inputs)
+
+
+def assert_within(name: str, value: Tensor, true: Tensor, eager: Tensor, dtype: torch.dtype) -> None:
+    """Within twice eager PyTorch's error or the dtype's floor, of the norm."""
+    assert value.shape == true.shape, f"{name} has shape {tuple(value.shape)}"
+    error, bound = relative_error(value, true), max(FLOOR[dtype], 2 * relative_error(eager, true))
+    assert error <= bound, f"{name}: error {error:.3e} above {bound:.3e}"
+
+
+def truth(inputs: HeadInputs) -> HeadResult:
+    return plain_head(inputs, torch.float64)
+
+
+def assert_result(result: HeadResult, exact: HeadResult, eager: HeadResult, dtype: torch.dtype) -> None:
+    """Loss and both gradients `assert_within`."""
+    for name, *of in zip(HeadResult._fields, result, exact, eager, strict=True):
+        assert_within(name, *of, dtype)
+
+
+def assert_close(result: HeadResult, inputs: HeadInputs) -> None:
+    """`assert_result` of this problem."""
+    assert_result(result, truth(inputs), plain_head(inputs, inputs.hidden.dtype), inputs.hidden.dtype)
 
 
 def assert_output(
@@ -362,7 +396,7 @@ def assert_output(
         error, of_eager = (float((x.double() - true).abs().max()) for x in (value, eager[name]))
         assert error <= max(2 * of_eager, FLOOR[dtype] * largest), (name, error, of_eager)
     assert value.dtype == (torch.float32 if true.is_floating_point() else torch.int64)
-    assert_part_within(name, value, true, eager[name], dtype)
+    assert_within(name, value, true, eager[name], dtype)
 
 
 def _assert_ranks(name: str, value: Tensor, inputs: HeadInputs) -> None:

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from megatron_fused_ce.scripts.lib.reference import KINDS, LOSS_OPTIONS
+from megatron_fused_ce.scripts.lib.reference import KINDS
 from tests.support.distillation import KINDS as DIVERGENCES
 from tests.support.distillation import OPTIONS as DIVERGENCE_OPTIONS
 from tests.support.distillation import VALUES
+from tests.support.losses import LOSS_OPTIONS
 
 DTYPES = ("float32", "bfloat16", "float16")
 STRATEGIES = ("store", "recompute", "grad_in_forward", "mixed")

@@ -22,8 +22,8 @@ from megatron_fused_ce.head.autograd import linear_cross_entropy
 from megatron_fused_ce.head.call import Call
 from megatron_fused_ce.head.grad_weight import ReturnedGradWeight
 from megatron_fused_ce.losses.outputs import OUTPUTS
-from megatron_fused_ce.scripts.lib.reference import LOSS_OPTIONS, make_inputs
-from tests.support.losses import Loss
+from megatron_fused_ce.scripts.lib.reference import make_inputs
+from tests.support.losses import LOSS_OPTIONS, Loss
 from tests.support.op import rows_by
 from tests.support.problems import open_main_grad
 

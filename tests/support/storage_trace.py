@@ -76,4 +76,4 @@ def python_stack() -> list[dict[str, Any]]:
 
 
 def snapshot(blocks: Any, trace: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"segments": [{"device": 0, "blocks": list(blocks)}], "device_traces": [trace]}
+    return {"segments": [{"device": 0, "blocks": list(blocks)}], "device_traces": [list(trace)]}

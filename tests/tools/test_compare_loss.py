@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import itertools
 import json
 import math
@@ -15,17 +14,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from megatron_fused_ce.cli.command_line import UsageError
-from megatron_fused_ce.head.autograd import linear_cross_entropy
-from megatron_fused_ce.head.call import Call
 from megatron_fused_ce.scripts.lib import launches, losses, results
 from megatron_fused_ce.scripts.lib import logs as megatron_logs
 from megatron_fused_ce.scripts.lib.logs import GRAD_NORM, Point, Record
 from megatron_fused_ce.scripts.runs import compare as compare_loss
 from megatron_fused_ce.scripts.runs.compare import Figure, Judge, compare, root_mean_square
-from tests import same_training
 from tests.support.checkouts import FAKE_PRETRAIN
 from tests.support.commands import run_here
 
@@ -85,7 +79,6 @@ class Trained:
             for step in (s for s in self.losses if begin <= s <= (end or s) and s % interval == 0):
                 for tag in ("lm loss", "moe/load_balancing_loss_layer_0", "lm loss validation ppl"):
                     writer.add_scalar(tag, self.losses[step], step)
-                writer.add_scalar("lm loss vs samples", self.losses[step], 8 * step)
                 writer.add_scalar("grad-norm", self.norms[step], step)
             # At a run's end Megatron writes the test set's loss under the validation set's name.
             for loss in (4.0, 4.0, 5.0):
@@ -123,11 +116,8 @@ def compared(folder, runs, options=""):
 def curves(folder):
     """The second run's whole curves, each its rows, by name."""
     made = results.read(folder / "out" / "compare_loss.json")["rows"]
-    return {
-        row["shape"].partition(",")[0]: row["curve"]
-        for row in made
-        if "curve" in row and row["variant"] == "b"
-    }
+    whole = (row for row in made if "curve" in row and row["variant"] == "b")
+    return {row["shape"].partition(",")[0]: row["curve"] for row in whole}
 
 
 EXACTLY = "--first-bound=0 --first=1000"
@@ -139,13 +129,11 @@ RESUMED = Trained(*({s: (old if s < 21 else new)[s] for s in new} for old, new i
 SICK = Trained({**RUN.losses, 12: math.nan, 13: math.nan}, RUN.norms)
 EARLY_NAN = Trained({**RUN.losses, 6: math.nan}, RUN.norms).log()
 NORMS_OFF = Trained(RUN.losses, {s: 1.01 * x for s, x in RUN.norms.items()}).log()
-WITH_A_GAP = Trained({s: x for s, x in RUN.losses.items() if s != 14}, RUN.norms)
 OURS, SKIPS, FEWER_SKIPS, OFF = (
     run.log() for run in (RUN, trained(skipped=(1, 2, 20)), trained(skipped=(1, 2)), changed(4))
 )
 EVALUATION = " validation loss at iteration {} | lm loss value: {:.6E} | lm loss PPL: 5E+01 |\n"
 FP32, BF16 = (f"  params_dtype .......... torch.{name}\n" for name in ("float32", "bfloat16"))
-EXACT = '[megatron_cpu] exact {{"iteration": 1, "grad norm": 2.5861, "lm loss": {}}}\n'
 TALL = " iteration       41/ 50 | lm loss: 1.537932E+01 |"
 LINE = " iteration        1/ 5 | lm loss: 5.537932E+00 | grad norm: {} |\n"
 
@@ -161,11 +149,9 @@ def of_torchrun(folder):
 VERDICTS = {
     # means over the same iterations, of lines of any --log-interval; an error in one is one of its mean
     "one and five": (0, "on 8 lines", OURS, RUN.log(5), EXACTLY),
-    "one and five of 0.15": (0, "11 to 40, on 6 lines", OURS, RUN.log(5, logs_first=False), EXACTLY),
     "fives of 0.15": (0, "1 to 40, on 8 lines", *2 * [RUN.log(5, logs_first=False)], EXACTLY),
     "fives of two versions": (0, "11 to 40, on 6 lines", RUN.log(5), RUN.log(5, logs_first=False), EXACTLY),
     "ten and four": (0, "on 2 lines", RUN.log(10), RUN.log(4), EXACTLY),
-    "an error in one of five": (1, "(largest at iteration 35)", OURS, changed(33, 0.05).log(5), EXACTLY),
     "an error in one of ten": (1, "(largest at iteration 40)", RUN.log(10), changed(33).log(4), EXACTLY),
     # starts
     "a log of two starts": (
@@ -217,9 +203,6 @@ VERDICTS = {
     "digits that are": (
         1, "grad norm, first 10", LINE.format("0.002"), LINE.format("0.004"), "--first-grad-norm-bound=0"),
     "a digit": (0, "SAME", LINE.format("1.0"), LINE.format("1.1"), "--first-grad-norm-bound=0"),
-    "every digit of the CPU harness": (
-        1, "lm loss, first 1000 differs: +1.8e-09", EXACT.format(5.53793219) + LINE.format(2.586),
-        EXACT.format(5.53793218) + LINE.format(2.586), EXACTLY),
     # TensorBoard
     "every fifth iteration beside means": (
         2, "--tensorboard-log-interval 1", RUN.tensorboard(interval=5), RUN.log(5)),
@@ -229,7 +212,6 @@ VERDICTS = {
         0, "b was restarted at iteration 21: the last start counts", RESUMED.tensorboard(),
         lambda folder: [run(folder) for run in (LOST.tensorboard(end=37), RUN.tensorboard(21, 30))], EXACTLY),
     "a mean over a skipped step": (0, "SAME", RUN.tensorboard(), trained(skipped=(13,)).log(5), EXACTLY),
-    "a gap in TensorBoard": (0, "SAME", RUN.log(10), WITH_A_GAP.tensorboard(), EXACTLY),
     "its validation set, and fp32": (
         1, "!validation, all (largest", FP32 + OURS + EVALUATION.format(35, 4),
         changed(5, 1e-5).tensorboard()),
@@ -340,9 +322,6 @@ SEEDS = {
         "looked at: lm loss, grad norm, lm loss validation, skipped steps",
         {name: {"words": ("loss scale", f"z_loss: 5.{at} | loss scale")} for at, name in enumerate(NAMES)},
         "SAME"),
-    "two digits of a norm in ten": (
-        "looked at",
-        NO_NOISE | one(run="flag", norms=lambda s, x: x + 2e-3 * (s % 10 == 0), name="unfused"), "SAME"),
     "two seeds": ("; seeds 1, 2", {"flag-3": None}, "INCONCLUSIVE"),
     "one ended early": (
         "left out: late-1.log ends at iteration 120", {"late-1": {"name": "te", "stop_after": 120}}, "SAME"),
@@ -404,25 +383,6 @@ def test_the_committed_runs_keep_their_verdicts():
     assert outside == {f"planted-{error}" for error in errors}
 
 
-#: What an error on purpose is in: the loss, grad_hidden, grad_weight; and in how many positions of 64.
-PLANTED = {"no-grad-weight": (0, 0, 1, 0), "no-grad-hidden": (0, 1, 0, 8), "labels": (1, 1, 1, 2)}
-PLANTED["noise-0.1"] = 0, 1, 1, 64
-
-
-@pytest.mark.parametrize("name", PLANTED)
-def test_what_is_planted(name):
-    make = torch.Generator().manual_seed(0)
-    hidden, weight = (torch.randn(*shape, generator=make).requires_grad_() for shape in ((64, 2, 8), (32, 8)))
-    call = Call(hidden, weight, torch.randint(32, (2, 64), generator=make))
-    heads = linear_cross_entropy, functools.partial(same_training.PLANTS[name], linear_cross_entropy)
-    losses = [head(call).loss for head in heads]
-    right, wrong = ([loss, *torch.autograd.grad(loss.sum(), (hidden, weight))] for loss in losses)
-    differs = [(a - b).abs() > 1e-5 for a, b in zip(right, wrong, strict=True)]
-    positions = differs[1].any(-1).any(1).nonzero().flatten()
-    assert (*(int(one.any()) for one in differs), len(positions)) == PLANTED[name]
-    assert name != "no-grad-hidden" or positions.tolist() == [*range(32, 40)], "the chunk in the middle"
-
-
 # --- lines of the versions -----------------------------------------------------------------------
 
 #: 0.19 with a mixture of experts, whose losses stand there twice, behind torchrun's prefix; then evaluations.
@@ -438,13 +398,10 @@ number of skipped iterations:   0 | number of nan iterations:   0 |
  validation-code loss at iteration 3 on validation set | lm loss value: 5.2E+00 | lm loss PPL: 1.9E+02 |
  validation loss at iteration 3 on test set | lm loss value: 5.1E+00 | lm loss PPL: 1E+02 |
 """
-FIGURES = {"lm loss": 5.260322, "mtp_1 loss": 5.116029, "load_balancing_loss": 1.012345, "z_loss": 0.02}
-FIGURES |= {
-    "lm loss validation": 5.257074,
-    "lm loss validation-code": 5.2,
-    "lm loss test": 5.1,
-    GRAD_NORM: 1.694,
-}
+FIGURES = {
+    "lm loss": 5.260322, "mtp_1 loss": 5.116029, "load_balancing_loss": 1.012345, "z_loss": 0.02,
+    "lm loss validation": 5.257074, "lm loss validation-code": 5.2, "lm loss test": 5.1, GRAD_NORM: 1.694,
+}  # fmt: skip
 
 
 def test_every_loss_of_a_log_is_compared(tmp_path):
@@ -452,45 +409,6 @@ def test_every_loss_of_a_log_is_compared(tmp_path):
     assert curves(tmp_path) == {name: [[3, x, x]] for name, x in FIGURES.items()}
     made = results.read(tmp_path / "out" / "compare_loss.json")["made_by"]
     assert made["runs"]["b"]["precision"] == "bfloat16"
-
-
-# --- bounds --------------------------------------------------------------------------------------
-
-
-def judged(*runs):
-    """Committed figures, with the digits that Megatron printed, losses and norms times these."""
-    records = {}
-    for name, (figures, of_loss, of_norm) in zip(("reference", "other", "noise"), runs, strict=False):
-        of = [(curve, values, of_loss, 1e-6) for curve, values in figures["losses"].items()]
-        of.append((GRAD_NORM, figures["grad_norms"], of_norm, 1e-3))
-        points = {curve: [Point(i, float(x) * by, i, unit) for i, x in enumerate(values, 1)]
-                  for curve, values, by, unit in of}  # fmt: skip
-        records[name] = {0: Record(name, curves=points, precision="bfloat16")}
-    return compare(records, Judge("reference", "other", [*records][2:]))
-
-
-def test_bounds_on_the_committed_launches():
-    """On H200s. Each is the same training; a loss or a gradient norm that is off by little is not."""
-    apart, cases = {True: 0.0, False: 0.0}, collections.defaultdict(dict)
-    for file in sorted((ROOT / results.RESULTS).glob("*pretrain*.json")):
-        for row in (row for row in results.rows(file) if "case" in row and row["status"] == "ok"):
-            cases[file.stem, row["case"]][row["variant"]] = row["figures"], 1, 1
-    pairs = [
-        (runs["unfused"], name, run, [runs[noise] for noise in runs if noise == "native"])
-        for runs in cases.values() if "unfused" in runs for name, run in runs.items() if name != "unfused"
-    ]  # fmt: skip
-    assert len(pairs) >= 10 and sum(name == "native" for _, name, *_ in pairs) >= 4
-    for reference, name, run, native in pairs:
-        for figure in (figure for figure in judged(reference, run).figures if figure.part == "first 10"):
-            is_loss = figure.curve != GRAD_NORM
-            apart[is_loss] = max(apart[is_loss], figure.over("other"))
-        for noise in ([], native) if name != "native" else ():
-            # 2e-3 of ln 2 is 1.4e-3 of a bit; a forgotten factor of the head's gradient moves the norm by far
-            # more than a twentieth.
-            of = [judged(reference, (run[0], *by), *noise).verdict for by in ((1, 1), (1.002, 1), (1, 1.05))]
-            assert of == ["SAME", "DIFFERENT", "DIFFERENT"]
-    # The figures that stand beside the fixed bounds in the source, and in docs/tools.md.
-    assert apart == pytest.approx({True: 3.0e-4, False: 4.8e-3}, rel=0.05)
 
 
 # --- the command ---------------------------------------------------------------------------------
@@ -531,18 +449,9 @@ REFUSED = {
     "--launch -- torchrun x.py --save x": "leave out --save",
     "--launch -- torchrun x.py --tensorboard-dir=x": "leave out --tensorboard-dir",
 }
-FILES = {
-    "off.log": OURS,
-    "late.log": trained(100).log(begin=90),
-    "x.py": "Megatron says hello\n",
-    "folder/x": "",
-}
-FILES |= {
-    "last/a-1.log": OURS,
-    "last/b-1.log": RUN.log(begin=40),
-    "runs/a/out.log": OURS,
-    "runs/b/out.log": OURS,
-}
+FILES = {"off.log": OURS, "late.log": trained(100).log(begin=90), "x.py": "Megatron says hello\n"}
+FILES |= {"last/a-1.log": OURS, "last/b-1.log": RUN.log(begin=40), "folder/x": ""}
+FILES |= dict.fromkeys(("runs/a/out.log", "runs/b/out.log"), OURS)
 FILES |= dict.fromkeys(("above/run/events.out.tfevents.1", "events.out.tfevents.1"), "")
 FILES |= {f"many/{number}.txt": "" for number in range(30)}
 
@@ -584,30 +493,26 @@ def test_launches_of_its_own(tmp_path):
     assert record["command"].endswith("--fused-chunked-ce --seed 2")
 
 
-@pytest.mark.parametrize(
-    ("flag", "message"),
-    [
-        ("--break", "failed with status 1: RuntimeError: no kernel for this GPU"),
-        ("--idle", "evaluated no head fused"),
-        ("precious", "choose another --out"),
-    ],
-)
-def test_launches_that_go_wrong(tmp_path, flag, message):
-    precious = tmp_path / "out" / "off" / flag
-    if not flag.startswith("--"):
-        precious.mkdir(parents=True)
+#: Of a launch -> words of the answer; without dashes: what the folder already holds.
+WRONG = {"--break": "failed with status 1: RuntimeError: no kernel for this GPU"}
+WRONG |= {"--idle": "evaluated no head fused", "precious": "choose another --out"}
+
+
+@pytest.mark.parametrize("flag", WRONG)
+def test_launches_that_go_wrong(tmp_path, flag):
+    if is_there := flag == "precious":
+        (tmp_path / "out" / "off" / flag).mkdir(parents=True)
     run = launched(tmp_path, flag)
-    assert run.returncode == 2 and message in run.stderr and len(run.stderr.splitlines()) == 1
-    assert precious.exists() != flag.startswith("--"), "another's folder is left alone"
+    assert run.returncode == 2 and WRONG[flag] in run.stderr and len(run.stderr.splitlines()) == 1
+    assert (tmp_path / "out" / "off" / flag).exists() == is_there, "another's folder is left alone"
 
 
 def test_a_launch_that_does_not_end(tmp_path, monkeypatch):
     monkeypatch.setattr(launches, "POLL_S", 0.1)
     told = []
     slow = "print(' iteration 3/ 9 | lm loss: 1.0 |', flush=True); import time; time.sleep(60)"
-    with pytest.raises(UsageError, match="timed out after 2 s"):
-        launches.launch([sys.executable, "-c", slow], tmp_path / "run", 2.0, told.append)
-    assert told == ["iteration 3/9"]
+    started = launches.start([sys.executable, "-c", slow], tmp_path / "run")
+    assert started.finish(2.0, told.append).status == "timed out after 2 s" and told == ["iteration 3/9"]
 
 
 RUNNERS = ("", "-m torch.distributed.run", "-m megatron_fused_ce.launch", "-m my.runner --fused-wgrad")

@@ -13,6 +13,7 @@ import megatron.core
 import pytest
 import torch
 
+from megatron_fused_ce.cli.command_line import UsageError
 from megatron_fused_ce.scripts.lib import launches, results, runner
 from megatron_fused_ce.scripts.runs import memory
 from tests.support.commands import run_here
@@ -38,39 +39,29 @@ LINEAR = f"{CORE}/tensor_parallel/layers.py"
 TRAIN = "megatron/training/training.py:train_step pretrain_gpt.py:<module>"
 LAUNCH = "megatron_fused_ce/launch.py:run_script"
 ADAPTER = f"megatron_fused_ce/adapter/x.py:f {LAUNCH}"
-#: Stacks that a CPU's launch below has not, and what stands around the head.
-STACKS = {
-    HEAD: [
-        f"{LINEAR}:forward {MODEL}:_postprocess {MODEL}:forward",
-        f"{LINEAR}:forward {CORE}/models/hybrid/hybrid_model.py:forward",
-        f"/tmp/inductor/ab.py:call {CORE}/fusions/fused_cross_entropy.py:forward",
-        "transformer_engine/pytorch/triton/cross_entropy.py:cross_entropy_forward",
-        f"{CORE}/models/common/language_module/language_module.py:compute_language_model_loss",
-        f"{CORE}/transformer/multi_token_prediction.py:process_mtp_loss {MODEL}:_postprocess",
-        f"megatron_fused_ce/head/loop.py:f {ADAPTER} {MODEL}:_postprocess",
-    ],
-    LAYERS: [
-        f"{CORE}/transformer/mlp.py:forward {MODEL}:forward {ADAPTER}",
-        "transformer_engine/pytorch/module/linear.py:backward",
-        f"{CORE}/transformer/multi_token_prediction.py:forward {MODEL}:forward",
-        # Recomputed.
-        f"torch/autograd/graph.py:_engine_run_backward {CORE}/tensor_parallel/random.py:backward",
-    ],
-    EMBEDDING: [
-        f"{MODEL}:_preprocess {MODEL}:forward",
-        f"{LINEAR}:forward {CORE}/models/common/embeddings/language_model_embedding.py:forward",
-    ],
-    BUFFERS: [f"{CORE}/distributed/param_and_grad_buffer.py:__init__ x.py:get_model"],
-    OPTIMIZER: [f"{CORE}/optimizer/distrib_optimizer.py:step {TRAIN}", f"torch/optim/adamw.py:step {TRAIN}"],
-    # A layer that is built is a weight, whatever file it is in.
-    WEIGHTS: [f"{CORE}/transformer/mlp.py:__init__ megatron/training/training.py:get_model"],
-    NATIVE: ["", f"torch/autograd/graph.py:_engine_run_backward {TRAIN}"],
-    OTHER: [f"pretrain_gpt.py:loss_func {LAUNCH}", f"megatron_fused_ce/adapter/x.py:forward {TRAIN}"],
-}
+#: Category -> stacks that a CPU's launch below has not, and what stands around the head.
+STACKS = f"""
+{HEAD} | {LINEAR}:forward {CORE}/models/hybrid/hybrid_model.py:forward
+{HEAD} | /tmp/inductor/ab.py:call {CORE}/fusions/fused_cross_entropy.py:forward
+{HEAD} | transformer_engine/pytorch/triton/cross_entropy.py:cross_entropy_forward
+{HEAD} | {CORE}/models/common/language_module/language_module.py:compute_language_model_loss
+{HEAD} | {CORE}/transformer/multi_token_prediction.py:process_mtp_loss {MODEL}:_postprocess
+{HEAD} | megatron_fused_ce/head/loop.py:f {ADAPTER} {MODEL}:_postprocess
+{LAYERS} | {CORE}/transformer/mlp.py:forward {MODEL}:forward {ADAPTER}
+{LAYERS} | transformer_engine/pytorch/module/linear.py:backward
+{LAYERS} | {CORE}/transformer/multi_token_prediction.py:forward {MODEL}:forward
+{LAYERS} | torch/autograd/graph.py:_engine_run_backward {CORE}/tensor_parallel/random.py:backward
+{EMBEDDING} | {LINEAR}:forward {CORE}/models/common/embeddings/language_model_embedding.py:forward
+{BUFFERS} | {CORE}/distributed/param_and_grad_buffer.py:__init__ x.py:get_model
+{OPTIMIZER} | torch/optim/adamw.py:step {TRAIN}
+{WEIGHTS} | {CORE}/transformer/mlp.py:__init__ megatron/training/training.py:get_model
+{NATIVE} | torch/autograd/graph.py:_engine_run_backward {TRAIN}
+{OTHER} | megatron_fused_ce/adapter/x.py:forward {TRAIN}
+"""
 
 
 def test_categories():
-    for category, stack in ((category, stack) for category, of in STACKS.items() for stack in of):
+    for category, stack in (line.split(" | ") for line in STACKS.strip().splitlines()):
         assert memory.category_of(frames(*stack.split())) == category, stack
 
 
@@ -125,14 +116,8 @@ CASTS = (1280, ""), (2560, OURS), (1280, ""), 2, (2560, ""), 4, (1920, ""), 6, (
 #: Who made each allocation, and the bytes that events leave over, of these steps and what is known of them.
 TRACES = {
     "a lost event": ([LAYERS], -300, [(300, LAYER), (50, LAYER)], {"lost": 1}),  # the ring buffer's oldest
-    "and its free": ([LAYERS], 0, [(300, LAYER), (50, LAYER), 0], {"lost": 1}),
     "waits for another stream": ([LAYERS], 0, [(300, LAYER), 0], {"freed": "active_awaiting_free"}),
-    "Megatron's linear": (
-        [HEAD, HEAD],
-        0,
-        [(9, f"{LINEAR}:forward {MODEL}:_postprocess"), (20, BACKWARD)],
-        {},
-    ),
+    "one linear": ([HEAD, HEAD], 0, [(9, f"{LINEAR}:forward {MODEL}:_postprocess"), (20, BACKWARD)], {}),
     "in layers, too": ([LAYERS, LAYERS], 0, [(9, f"{LINEAR}:forward {LAYER}"), (20, BACKWARD)], {}),
     "native": ([NATIVE, HEAD, HEAD, HEAD, NATIVE, LAYERS, NATIVE], 0, CASTS, {"num_logits": 640}),
     "of no head": ([NATIVE, HEAD, NATIVE, NATIVE, NATIVE, LAYERS, NATIVE], 0, CASTS, {}),
@@ -153,22 +138,11 @@ def a_step():
 
 
 def test_a_step():
-    timeline = a_step()
+    timeline, there = a_step(), {WEIGHTS: 1000, OTHER: 70, LAYERS: 300, HEAD: 5200}
     assert timeline.base == {WEIGHTS: 1000, OTHER: 70} and timeline.unaccounted_bytes == 0
-    there = {WEIGHTS: 1000, OTHER: 70, LAYERS: 300, HEAD: 5200}
     assert timeline.peak() == (sum(there.values()), 2000, dict.fromkeys(COLOURS, 0) | there)
     assert timeline.peak(HEAD)[0] == 5200 and timeline.peak(NATIVE)[:2] == (40, 4000)
-    *_, (_, last) = timeline.states()
-    assert {name: size for name, size in last.items() if size} == {WEIGHTS: 1000, NATIVE: 40}
     assert [size for _, size, _ in timeline.events] == [300, 5000, 200, -5000, 40, -70, -300, -200]
-
-
-def test_columns_keep_spikes():
-    timeline = memory.Timeline("step", {WEIGHTS: 5})
-    timeline.events = [(0, 10, LAYERS), (500, 100, HEAD), (501, -100, HEAD), (1000, -10, LAYERS)]
-    width, columns = timeline.columns(10)
-    assert width == 100 and [sum(column.values()) for column in columns] == [15] * 5 + [115] + [15] * 4
-    assert memory.Timeline("empty").columns(3)[1] == [dict.fromkeys(COLOURS, 0)] * 3
 
 
 # --- a launch -----------------------------------------------------------------------------------
@@ -224,18 +198,19 @@ def test_logits_of_a_rank():
     assert runner.num_logits(args) == 64 * 256
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "give a launch after --"),
-        (["--draw", "nowhere.json"], "nowhere.json: No such file"),
-        (["--", "torchrun", "-m", "my.runner", __file__], "leave out -m my.runner"),
-        (["--", sys.executable, __file__], "ended before step 3: raise --train-iters"),
-    ],
-)
-def test_bad_input_is_one_line_and_status_2(no_gpu_asked_for, tmp_path, monkeypatch, words, message):
+#: Words of the answer -> the command's.
+REFUSED = {
+    "give a launch after --": [],
+    "nowhere.json: No such file": ["--draw", "nowhere.json"],
+    "leave out -m my.runner": ["--", "torchrun", "-m", "my.runner", __file__],
+    "ended before step 3: raise --train-iters": ["--", sys.executable, __file__],
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_bad_input_is_one_line_and_status_2(no_gpu_asked_for, tmp_path, monkeypatch, message):
     monkeypatch.setattr(launches, "RUNNER", NOTHING)
-    done = run_here(memory.main, "--out", tmp_path / "out", *words)
+    done = run_here(memory.main, "--out", tmp_path / "out", *REFUSED[message])
     assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1
     assert not (tmp_path / "out" / "memory_profile.json").exists()
 
@@ -258,22 +233,12 @@ def test_recording_on_a_gpu():
 # --- files, pictures -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("categories", "row", "words"),
-    [
-        (["head"], None, "no timeline"),
-        (["head"], {"events": [[0, 1, 7]]}, "IndexError"),
-        (["else"], {}, "a category is not known"),
-        (["head"], {"base": {"else": 1}}, "a category is not known"),
-        (None, {}, "TypeError"),
-    ],
-)
-def test_another_file_is_refused(tmp_path, categories, row, words):
-    named = [] if row is None else [{"shape": "step", "variant": "x", "name": "x", **row}]
-    results.write(tmp_path / "x.json", named, results.made_by("", ["memory"], categories=categories))
-    done = run_here(memory.main, "--draw", tmp_path / "x.json")
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
-    assert "is no result of this command" in done.stderr and words in done.stderr
+def test_another_file_is_refused(tmp_path):
+    for row, words in ({"base": {"else": 1}}, "a category is not known"), ({"events": [[0, 1, 7]]}, "Index"):
+        named = [{"shape": "step", "variant": "x", "name": "x", **row}]
+        results.write(tmp_path / "x.json", named, results.made_by("", ["memory"], categories=["head"]))
+        with pytest.raises(UsageError, match=f"is no result of this command: .*{words}"):
+            memory.read(tmp_path / "x.json")
 
 
 def test_draw_makes_table_and_picture_again(tmp_path, monkeypatch):
@@ -291,12 +256,9 @@ def test_draw_makes_table_and_picture_again(tmp_path, monkeypatch):
     assert memory.read(path) == [off, on]
     done = run_here(memory.main, "--draw", path, "--out", tmp_path / "out")
     printed = [" ".join(line.split()) for line in done.stdout.splitlines()]
-    for line in (
-        "max_memory_allocated 8.0 8.0", f"head {5200 / MIB:.1f} {2600 / MIB:.1f}",
-        "the second's peak is 0.0 MiB lower, 39% of it",
-        "flag on: events of -300 bytes are missing in what is drawn",
-    ):  # fmt: skip
-        assert line in printed, done.stdout + done.stderr
+    lines = {"max_memory_allocated 8.0 8.0", "the second's peak is 0.0 MiB lower, 39% of it"}
+    lines |= {"flag on: events of -300 bytes are missing in what is drawn"}
+    assert lines <= {*printed}, done.stdout + done.stderr
     assert [file.name for file in path.parent.iterdir()] == ["x.json"]
     assert (tmp_path / "out" / "memory_profile.png").read_bytes().startswith(b"\x89PNG")
     tops = [fill.get_paths()[0].get_extents().ymax for fill in figures[0].axes[0].collections]

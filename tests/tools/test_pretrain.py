@@ -9,7 +9,6 @@ import torch
 
 from megatron_fused_ce.scripts.lib import gpu, launches, results
 from megatron_fused_ce.scripts.runs import pretrain
-from tests.support.checkouts import on_checkouts
 from tests.support.commands import run_here
 
 
@@ -28,15 +27,12 @@ def test_launches_in_their_order(fake_checkout):
     long, lifted, short, _ = (row["command"].split() for row in rows)
     assert long[:5] == ["torchrun", "--nproc-per-node", "4", "-m", "megatron_fused_ce.launch"]
     # 128256 is not a multiple of 128 * 4, which Megatron would pad to.
-    given = {"--seq-length": "131072", "--max-position-embeddings": "131072", "--train-iters": "4"}
-    given |= {"--num-layers": "2", "--tensor-model-parallel-size": "4"}
-    given |= {"--make-vocab-size-divisible-by": "32"}
+    given = {"--seq-length": "131072", "--train-iters": "4", "--num-layers": "2"}
+    given |= {"--tensor-model-parallel-size": "4", "--make-vocab-size-divisible-by": "32"}
     assert given.items() <= dict(pairwise(long)).items() and dict(pairwise(short))["--train-iters"] == "20"
     assert {"--bf16", "--sequence-parallel", launches.UNTIED, "--last"} <= set(long)
     assert "4 scripts/lib/runner.py --te-loss MEGATRON_LM/pretrain_gpt.py " in rows[1]["command"]
     assert lifted[-3:] == ["--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "te"]
-    _, (one,) = pretrained(fake_checkout, "--device=cuda", "--nproc=1", "--variants=auto", "--lengths=64")
-    assert "--sequence-parallel" not in one["command"] and launches.UNTIED not in one["command"]
 
 
 def test_from_command_line_to_files(fake_checkout, monkeypatch):
@@ -45,7 +41,7 @@ def test_from_command_line_to_files(fake_checkout, monkeypatch):
     monkeypatch.setattr(launches, "POLL_S", 0.01)
     monkeypatch.setattr(gpu, "readings", [])
     readings = {"utilization": (3, 90), "clock_rate": (345, 1500), "power_draw": 2 * (500_000,)}
-    for name, values in {**readings, "temperature": (60, 60)}.items():
+    for name, values in (readings | {"temperature": (60, 60)}).items():
         monkeypatch.setattr(torch.cuda, name, lambda device, values=values: values[device])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     words = ("--device=cuda", "--nproc=1", "--model=tiny", "--lengths", "128", "64", "256")
@@ -59,7 +55,6 @@ def test_from_command_line_to_files(fake_checkout, monkeypatch):
     assert (off["T"], off["peak_mib"], on["peak_mib"], on["problems"]) == (64, 900.0, 500.0, [])
     assert on["tokens_per_s"] == pytest.approx(64e3 / on["time_ms"], abs=0.1) and on["loss_difference"] == 0
     assert (off["sm_mhz"], off["watts"], off["gpu"]["celsius"]) == (1500, 500, [60, 60, 60])
-    assert "unfused 64 (out of memory at 128), auto 64 (out of memory at 128)." in done.stdout
     assert str(fake_checkout) not in off["command"]
     (fake_checkout / "pretrain_gpt.py").write_text("raise SystemExit('launched again')")
     again, _ = pretrained(fake_checkout, *words, more=more)
@@ -88,15 +83,7 @@ def test_what_does_not_count_as_training(fake_checkout, monkeypatch, native):
     monkeypatch.setitem(pretrain.VARIANTS, "native", f"{launches.STOCK['native']} {native}")
     done, rows = pretrained(fake_checkout, "--nproc=1", f"--variants=unfused,native,{','.join(PROBLEMS)}")
     found = {row["variant"]: row["problems"] for row in rows}
-    assert done.returncode == 1 and "norm none (ok at 64)" in done.stdout
+    assert done.returncode == 1
     for name, problem in (PROBLEMS | ({"wrong": None} if native == "--native-wrong" else {})).items():
         assert found[name][:1] == ([problem] if problem else []), name
         assert not problem or problem in done.stdout
-
-
-@on_checkouts
-def test_the_tool_on_a_checkout(checkout, tmp_path):
-    done = run_here(pretrain.main, f"--megatron={checkout}", f"--out={tmp_path}", "--variants=unfused,store")
-    assert done.returncode == 0, done.stdout + done.stderr
-    unfused, store = results.rows(tmp_path / "results.json")
-    assert (unfused["status"], store["problems"]) == ("ok", []) and store["loss_difference"] < 1e-6
