@@ -272,8 +272,7 @@ def trainings() -> str:
         word = next(word for least, word in WORDS.items() if saved >= least)
         rows.append(f"| {label} | {word} | {f'−{saved:.0%}' if saved >= 0.005 else 'nothing'} |")
     plan_of_one, _ = printed("--model llama-3.2-1b --seq-length 32768").split("\n\n", 1)
-    asked = "\nAsk about your launch ([by log or script too](docs/plan.md)), here without recomputation on "
-    asked += "80 GB:\n"
+    asked = "\nAsk about your launch ([by log or script](docs/plan.md)), without recomputation on 80 GB:\n"
     head = ["| you train | help? | for instance |", "|---|---|---|"]
     return "\n".join([*head, *rows, *MEASURED, asked, plan_of_one, "```", ""])
 
