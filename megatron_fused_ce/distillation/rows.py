@@ -242,7 +242,7 @@ class Divergence(LogitsBackend):
         divergence = self.comm.over_shards_(made.get("divergence", made["loss"]).contiguous())
         loss = divergence.clone()
         if others.label_weights is not None and "log_prob" in made:
-            loss = loss - others.label_weights.view(loss.shape) * made["log_prob"].view(loss.shape)
+            loss = loss - others.label_weights.reshape(loss.shape) * made["log_prob"].reshape(loss.shape)
         return {**made, "loss": loss, "divergence": divergence}
 
     def _sides(self, logits: tuple[Tensor, ...], terms: Terms) -> tuple[Side, Side]:

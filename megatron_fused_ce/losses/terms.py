@@ -240,8 +240,8 @@ def attributes_of(value: Any) -> dict[str, Any]:
 
 
 def tensors_of(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
-    """Tensors in a value, also in tuples, lists and dicts; those of a Module, and in the parts and attributes
-    of a function or any other object, if they require a gradient."""
+    """Tensors in a value, also in tuples, lists and dicts; of a Module, of the parts of a function or a
+    dataclass and of the attributes of any other object those that require a gradient."""
     seen = set() if seen is None else seen
     if isinstance(value, Tensor):
         yield value
@@ -272,8 +272,8 @@ class Term:
     """One summand of a loss, or an output beside it. Terms add up and can be multiplied by numbers.
 
     A subclass has ``value`` and ``pull``, and says what is not the default of the attributes. Terms of one
-    kind must be equal if they compute the same (a frozen dataclass), and never change: a head keeps what it
-    has found out about them.
+    kind must be equal if, and only if, they compute the same (a frozen dataclass), and never change: a head
+    keeps what it has found out about them.
     """
 
     #: Statistics beyond the maximum, the sum and the label's logit, among :data:`NEEDS`.

@@ -177,8 +177,8 @@ def _parsed(words: Sequence[str], before: argparse.Namespace | None = None) -> a
     parser = _parser(own=True)
     given, others = parser.parse_known_args(joined, before)
     if others:
-        hint = ": what a launch has belongs in it, in quotes or in its script" * bool(given.from_launch)
-        parser.error(f"{others[0]} is no argument of plan, nor one that it counts{hint}")
+        hint = "a launch, with all that it has, goes to --from-launch, by its script or in quotes"
+        parser.error(f"{others[0]} is no argument of plan, nor one that it counts: {hint}")
     given.script_words, given.tokenizer = [], ""
     # A script with words of its own, and no wrapper of a command.
     if script := re.fullmatch(

@@ -112,9 +112,9 @@ def test_against_fp64(rank: Rank, case):
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("case", [FOUR, {**FOUR, "kind": "jsd", "strategy": "recompute"}], ids=["", "jsd"])
+@pytest.mark.parametrize("case", [FOUR, {"s": 4, "kind": "jsd", "option": "label weights"}])
 def test_four_ranks(rank: Rank, case):
-    """A shard of one class, and classes that the sides are sure of on shards of their own."""
+    """A shard of one class, classes that the sides are sure of on shards of their own; a position each."""
     against_fp64(rank, **case, sequence_parallel=True, teacher_sequence_parallel=False, merge="packed")
 
 
