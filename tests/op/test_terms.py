@@ -153,6 +153,8 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "doubled in place": (upstream(lambda u: u.mul_(2)), "changes its upstream in place"),
     "large ones clamped": (upstream(lambda u: u.clamp(-1e4, 1e4)), NOT_LINEAR),
     "small ones dropped": (upstream(lambda u: u * (u.abs() > 1e-4)), NOT_LINEAR),
+    "masked in place": (upstream(lambda u: u.masked_fill_(u > 1, 0)), "changes its upstream in place"),
+    "negative ones dropped": (upstream(lambda u: u.relu()), NOT_LINEAR),
     "an offset beside them": (upstream(lambda u: u + 1e-4), NOT_LINEAR),
     "a number taken for another": (upstream(lambda u: 2 * u), "takes the number 0.5"),
     "another coefficient": (
@@ -161,6 +163,9 @@ WRONG: dict[str, tuple[Any, ...]] = {
     ),
     # the other tokens of a chunk, and the calls before
     "averaged over the chunk": (upstream(lambda u: u.mean() + 0 * u), OTHER_TOKENS),
+    "divided by their number": (upstream(lambda u: u / len(u)), OTHER_TOKENS),
+    "a slope by position": (upstream(lambda u: u * (1 + torch.arange(len(u)))), OTHER_TOKENS),
+    "a softmax over the chunk": (at(loss, lambda r: 1 + r.loss.softmax(0)), OTHER_TOKENS),
     "without the chunk's mean": (at(lambda r: r.loss - r.loss.mean().detach(), one), OTHER_TOKENS),
     "the first token free": (
         at(lambda r: behind_the_first(r) * r.loss, lambda r: behind_the_first(r) * one(r)),
@@ -251,14 +256,7 @@ CONSTANT = PARAMETER.detach().clone()
 RIGHT: dict[str, tuple[Any, ...]] = {
     "any of the labels": (Any8(),),
     "three labels": (OfThree(), lambda s, labels: true_value(Unlikelihood(), s, labels), 3),
-    "mean absolute error": (
-        at(lambda r: r.one_minus_p, lambda r: torch.where(r.known, torch.exp(-r.loss), 0.0), bound=1.0),
-    ),
     "a margin": (at(lambda r: (r.loss - 0.1).clamp(min=0), lambda r: (r.loss > 0.1).to(r.loss.dtype)),),
-    "logsumexp beside 10": (
-        alpha(lambda r: (r.lse - 10) ** 2, lambda r: 2 * (r.lse - 10)),
-        lambda s, labels: (s.logsumexp(1) - 10) ** 2,
-    ),
     "a slope by autograd": (at(lambda r: 4 * torch.tanh(r.loss / 4), slope_by_autograd),),
     "a closure over a constant": (at(lambda r: r.loss * CONSTANT, lambda r: one(r) * CONSTANT),),
     **{
