@@ -90,11 +90,11 @@ def _patch(module: ModuleType) -> None:
     if getattr(module, _MARK, False):
         return
     reason = _why_not_patched(module)
-    if reason and not _asked_for():
-        return
-    if reason and not arguments.flag_given():  # enable()
-        raise ImportError(reason)
     if reason:
+        if not _asked_for():
+            return
+        if not arguments.flag_given():  # enable()
+            raise ImportError(reason)
         print(f"megatron_fused_ce: {reason}", file=sys.stderr, flush=True)
         raise SystemExit(2)
     setattr(module, _MARK, True)

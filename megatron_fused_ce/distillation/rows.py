@@ -150,11 +150,8 @@ class Divergence(LogitsBackend):
         of_labels = Targets(targets.labels)
         sides = [self._side(self.student, hidden, weight, of_labels, sample[0], self._in_precision(out))]
         gathered.wait()
-        shape = len(teacher_hidden), len(teacher.weight)
-        teacher_out = teacher_hidden.new_empty(shape, dtype=self.teacher.logits_dtype)
-        sides.append(
-            self._side(self.teacher, teacher_hidden, teacher.weight, of_labels, sample[1], teacher_out)
-        )
+        its = teacher_hidden, teacher.weight
+        sides.append(self._side(self.teacher, *its, of_labels, sample[1], self._teacher_buffer(*its)))
         every = [stats for _, stats in sides]
         if self._labels_apart:
             with phase("statistics"):
@@ -192,6 +189,9 @@ class Divergence(LogitsBackend):
         """A buffer of the same size in the dtype of the logits."""
         dtype = self.student.logits_dtype
         return out if dtype in (None, out.dtype) else torch.empty_like(out, dtype=dtype)
+
+    def _teacher_buffer(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        return hidden.new_empty((len(hidden), len(weight)), dtype=self.teacher.logits_dtype)
 
     @property
     def _labels_apart(self) -> bool:
@@ -350,8 +350,7 @@ class Divergence(LogitsBackend):
         # sure of would be an error of 1/8 in a gradient of 0.
         self.student.write_logits(hidden, weight, student_out)
         gathered.wait()
-        shape = len(teacher_hidden), len(teacher_weight)
-        teacher_out = teacher_hidden.new_empty(shape, dtype=self.teacher.logits_dtype)
+        teacher_out = self._teacher_buffer(teacher_hidden, teacher_weight)
         self.teacher.write_logits(teacher_hidden, teacher_weight, teacher_out)
         of_token = Terms.of(terms)
         both = student_out, teacher_out
