@@ -20,7 +20,8 @@ from tests.support.op import STRATEGIES
 from tests.support.ranks import Rank, on_ranks
 
 #: Logits of a chunk are most of it, hidden states the next: each buffer more is seen.
-H, V, C = 192, 384, 48
+#: On a GPU a chunk has twice the tokens: the tables of its kernels have 8 KiB, whatever the chunk.
+H, V, C = 192, 384, 96 if torch.cuda.is_available() else 48
 CASES: dict[str, dict[str, Any]] = {
     "": {},
     "sp": {"sp": True},
@@ -76,12 +77,21 @@ def peaks_are_as_predicted(rank: Rank, strategy, backend, sp=False, num_chunks=4
     if interpreted:
         others = [n + of_weight + (not sp) * of_hidden for n in others]
         others[0] += C * H * dtype.itemsize
-    with warnings.catch_warnings(action="ignore"), LiveStorages() as live:
-        gc.collect()  # the interpreter leaves cycles
-        loss = fused_linear_cross_entropy(
+    # At the start of such a backward the sum of the forward is beside its copy in the weight's dtype.
+    copied = dtype.itemsize * (dtype != torch.float32)
+    at_start = in_forward * (of_hidden + trained * V * H * (4 + copied))
+
+    def head() -> torch.Tensor:
+        return fused_linear_cross_entropy(
             hidden, weight, labels, tp_group=rank.group, sequence_parallel=sp, config=config,
             token_weights=weights, vocab_start=rank.rank * V,
         )  # fmt: skip
+
+    if rank.device.type == "cuda":
+        head()  # the first on a GPU tries the GEMM on small matrices
+    with warnings.catch_warnings(action="ignore"), LiveStorages() as live:
+        gc.collect()  # the interpreter leaves cycles
+        loss = head()
         seen = [live.peak_bytes]
         gc.collect()
         live.peak_bytes = live.live_bytes
@@ -89,5 +99,6 @@ def peaks_are_as_predicted(rank: Rank, strategy, backend, sp=False, num_chunks=4
         seen.append(live.peak_bytes)
     for found, of_others, backward in zip(seen, others, (False, True), strict=True):
         predicted = memory.memory_of(*facts, at_once, backward=backward)
-        buffers = (found - of_others - predicted.total) / (C // parts * H * dtype.itemsize)
+        expected = max(predicted.total + of_others, at_start * backward)
+        buffers = (found - expected) / (C // parts * H * dtype.itemsize)
         assert abs(buffers) < 0.8, f"{buffers} buffers of hidden states more than {predicted}"
