@@ -419,7 +419,7 @@ ROWS = {
     "extended by a known softcap": Row(change=partial(extended, KnownMixin, 2.0)),
     "extended by a known softcap, changed": stays("its forward is", partial(extended, OtherMixin, 2.0)),
     "a known softcap and mup": Row(
-        change=partial(extended, KnownMixin, 0.5), model={"mup": True}, since=(0, 19)
+        change=partial(extended, KnownMixin, 0.5), model={"extra": megatron.MUP}, since=(0, 19)
     ),
     "a known softcap, called within itself": Row(
         (), partial(extended, KnownMixin, 0.05), within_its_own_evaluation, fused=2

@@ -27,7 +27,6 @@ class Step:
     ids: Tensor
     labels: Tensor
     mask: Tensor
-    stack: contextlib.ExitStack
 
     def __call__(self, model: Any = None, labels: bool = True, **given: Any) -> Any:
         """The model's output for the micro-batch."""
@@ -92,16 +91,16 @@ def step_of(row: Row, rank: Rank, on: bool, family: str = "gpt") -> tuple[dict[s
     made: dict[str, Tensor] = {}
     with contextlib.ExitStack() as stack:
         row.before(stack)
-        turn = megatron.flag(**options, trust=row.trust()) if on else contextlib.nullcontext()
         raises = contextlib.nullcontext()
         if row.raises:
             raises = pytest.raises((ValueError, RuntimeError), match=row.raises)
-        with turn as seen, raises:
+        with megatron.flag(on, trust=row.trust(), **options) as seen, raises:
             model = megatron.build(Model(family=family, **row.model), rank)
             if row.change is not None:
                 row.change(model, stack)
-            loss = row.use(Step(rank, model, *megatron.draw(rank, 5, 0.7), stack))
-            made = megatron.results_of(model, loss)
+            loss = row.use(Step(rank, model, *megatron.draw(rank, 5, 0.7)))
+            loss.backward()
+            made = {"loss": loss.detach(), **megatron.gradients_of(model)}
     return made, seen
 
 
