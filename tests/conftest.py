@@ -23,18 +23,11 @@ import hypothesis
 import pytest
 
 # Of tests/op/test_properties.py, over all of its properties; other tests name their own number.
-hypothesis.settings.register_profile(
-    "short", max_examples=300, derandomize=True, database=None, deadline=None
-)
-hypothesis.settings.register_profile(
-    "long",
-    max_examples=12_000,
-    database=None,
-    deadline=None,
-    suppress_health_check=[hypothesis.HealthCheck.too_slow],
-)
+for name, number in (("short", 300), ("long", 12_000)):
+    slow = [hypothesis.HealthCheck.too_slow] if name == "long" else []
+    always = {"database": None, "deadline": None, "suppress_health_check": slow}
+    hypothesis.settings.register_profile(name, max_examples=number, derandomize=name == "short", **always)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
-
 
 #: Folders of `make test-rest`; elsewhere a test says by its own marker that it belongs there.
 REST = ("tests/tools/", "tests/plan/", "tests/project/")
@@ -58,15 +51,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.nodeid.startswith(REST):
             item.add_marker("rest")
+    sizes, on_gpus = Counter(item.path for item in items), torch.cuda.is_available()
+
+    def place(item: pytest.Item) -> tuple[object, ...]:
+        is_last, is_long = on_gpus and item.nodeid.startswith(LAST), item.nodeid.startswith(LONG)
+        return is_last, not is_long, -sizes[item.path], item.path
+
     if hasattr(config, "workerinput"):  # of xdist
-        sizes = Counter(item.path for item in items)
-        items.sort(key=lambda item: (_place(item), -sizes[item.path], item.path))
-
-
-def _place(item: pytest.Item) -> int:
-    if item.nodeid.startswith(LAST) and torch.cuda.is_available():
-        return 2
-    return int(not item.nodeid.startswith(LONG))
+        items.sort(key=place)
 
 
 @pytest.fixture(autouse=True)

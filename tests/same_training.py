@@ -53,17 +53,11 @@ CPU = "--distributed-backend gloo --use-cpu-initialization --attention-backend u
 # --- what is wrong on purpose ------------------------------------------------------------------
 
 
-class _Backward(torch.autograd.Function):
+def _changed(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     """The tensor itself; its gradient is changed by a function."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.change = change
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return ctx.change(grad), None
+    made = tensor.view_as(tensor)
+    made.register_hook(change)
+    return made
 
 
 def _middle(call: Any) -> slice:
@@ -73,12 +67,9 @@ def _middle(call: Any) -> slice:
 
 
 def _no_grad_hidden(head: Callable[[Any], Any], call: Any) -> Any:
-    def change(grad: Tensor) -> Tensor:
-        grad = grad.clone()
-        grad[_middle(call)] = 0
-        return grad
-
-    return head(call._replace(hidden=_Backward.apply(call.hidden, change)))
+    rows = torch.arange(len(call.hidden), device=call.hidden.device)[_middle(call)]
+    hidden = _changed(call.hidden, lambda grad: grad.index_fill(0, rows, 0.0))
+    return head(call._replace(hidden=hidden))
 
 
 def _no_grad_weight(head: Callable[[Any], Any], call: Any) -> Any:
@@ -108,8 +99,7 @@ def _noise(size: float) -> Callable[..., Any]:
         return grad * (1 + size * torch.randn_like(grad))
 
     def noisy(head: Callable[[Any], Any], call: Any) -> Any:
-        hidden, weight = (_Backward.apply(tensor, change) for tensor in (call.hidden, call.weight))
-        return head(call._replace(hidden=hidden, weight=weight))
+        return head(call._replace(hidden=_changed(call.hidden, change), weight=_changed(call.weight, change)))
 
     return noisy
 

@@ -367,12 +367,11 @@ def test_a_log_softmax_that_is_not_known(rank: Rank, place):
         return stock(logits / 2.0, index)
 
     own = place != "a form that is not known"
-    before = {"selective_log_softmax": warmer} if place == "before enable()" else {}
     with pytest.MonkeyPatch.context() as patch:
         if own:
             patch.setattr(rl_utils, "selective_log_softmax", warmer)
         off = rl_utils.get_logprobs(build(Model(), rank), tokens, positions)
-    patched = rl_utils.patched_caller(is_known=own, **before)
+    patched = rl_utils.patched_caller(own, warmer if place == "before enable()" else None)
     with flag() as seen, patched, pytest.MonkeyPatch.context() as patch:
         model = build(Model(), rank)
         if place == "later":

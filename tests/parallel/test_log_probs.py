@@ -74,8 +74,6 @@ class Seen:
 
 def by_processor(seen: Seen) -> None:
     """Against the log-softmax of the model's logits."""
-    from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
-
     from megatron_fused_ce import output_processor
 
     ddp = megatron.ddp(seen.caller)
@@ -92,25 +90,21 @@ def by_processor(seen: Seen) -> None:
         with patch.object(head_tokens, "ROUND_TO", 1):
             made = ddp(seen.ids, *seen.where, output_processor_context=context, **given)
     else:
-        logits = ddp(seen.ids, *seen.where, labels=None)
-        z = gather_from_tensor_model_parallel_region(logits).float() / temperature[..., None]
-        log_p = z.log_softmax(-1)
-        entropy = -(log_p.exp() * log_p).sum(-1)
-        entropy = entropy if seen.row.entropy == "differentiable" else entropy.detach()
-        log_prob = log_p.gather(-1, labels.view(BATCH, SEQUENCE, -1))
-        log_prob = log_prob.masked_fill(~active.unsqueeze(-1), 0.0).view(labels.shape)
-        made = log_prob, entropy.masked_fill(~active, 0.0)
+        logits = ddp(seen.ids, *seen.where, labels=None).float() / temperature[..., None]
+        log_prob, entropy = definition(logits, labels, seen.row.entropy)
+        log_prob = log_prob.view(BATCH, SEQUENCE, -1).masked_fill(~active.unsqueeze(-1), 0.0)
+        made = log_prob.view(labels.shape), entropy.masked_fill(~active, 0.0)
     seen.made.append(tuple(made))
     seen.total(made, upstream).backward()
     ddp.finish_grad_sync()
 
 
 def definition(logits: Tensor, tokens: Tensor, entropy: str) -> tuple[Tensor, Tensor | None]:
-    """Of real logits ``[1, n, V / R]``."""
+    """Of real logits ``[b, n, V / R]``, and tokens ``[b, n]`` or ``[b, n, K]``."""
     from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 
     log_p = gather_from_tensor_model_parallel_region(logits.contiguous()).log_softmax(-1)
-    log_prob = log_p.gather(-1, tokens[..., None])[..., 0]
+    log_prob = log_p.gather(-1, tokens if tokens.dim() == 3 else tokens[..., None]).view(tokens.shape)
     of_all = -(log_p.exp() * log_p).sum(-1)
     return log_prob, {"none": None, "detached": of_all.detach()}.get(entropy, of_all)
 

@@ -163,7 +163,7 @@ def test_a_pipeline(rank: Rank, name):
     from megatron.core import parallel_state
 
     model = PIPELINES[name]
-    have_groups(2, 2, model.virtual if model.virtual > 1 else None)
+    have_groups(2, 2, model.virtual)
     # Without Megatron's deferral, which loses gradients of multi-token prediction. 4 is a multiple of PP, as
     # virtual stages need.
     off = train(replace(model, extra={}), rank, 4)
@@ -253,7 +253,7 @@ def test_options_of_the_loss(rank: Rank):
 
     vocab = megatron.VOCAB
     have_groups(rank.size)
-    labels = (torch.arange(BATCH * SEQUENCE).view(BATCH, SEQUENCE) % vocab).roll(-1, 1).to(rank.device)
+    labels = megatron.draw(rank).labels
     with torch.no_grad():
         logits = megatron.forward(build(Model(), rank), rank, False, runtime_gather_output=True)
     for options in LOSS_OPTIONS.values():

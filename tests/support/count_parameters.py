@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import json
 import sys
-import warnings
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig, multi_latent_attention
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_fused_ce.scripts.lib import megatron_cpu
@@ -22,18 +25,6 @@ from megatron_fused_ce.scripts.lib import megatron_cpu
 def count(case: dict[str, Any], rank: int) -> int:
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=case["world"])
     parallel_state.initialize_model_parallel(**case["parallel"], create_gloo_process_groups=False)
-    model = _build(case)
-    parallel_state.destroy_model_parallel()
-    torch.distributed.destroy_process_group()
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def _build(case: dict[str, Any]) -> torch.nn.Module:
-    from megatron.core.models.gpt import gpt_layer_specs
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from megatron.core.transformer import MLATransformerConfig, TransformerConfig, multi_latent_attention
-
     model_parallel_cuda_manual_seed(1)
     is_latent = case["config"].get("multi_latent_attention")
     made = {**case["config"], **case["parallel"], "pipeline_dtype": torch.float32}
@@ -45,13 +36,16 @@ def _build(case: dict[str, Any]) -> torch.nn.Module:
         multi_latent_attention.HAVE_TE = False
         for layer in spec.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = torch.nn.Identity
-    first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
     mtp = gpt_layer_specs.get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
-    return GPTModel(config, spec, pre_process=first, post_process=last, mtp_block_spec=mtp, **case["model"])
+    first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+    more = {"pre_process": first, "post_process": last, "mtp_block_spec": mtp, **case["model"]}
+    parameters = GPTModel(config, spec, **more).parameters()
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+    return sum(parameter.numel() for parameter in parameters)
 
 
 if __name__ == "__main__":
-    warnings.simplefilter("ignore")
     megatron_cpu.install(fused_wgrad=False)
     counts = []
     for case in json.load(sys.stdin):

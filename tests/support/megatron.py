@@ -29,32 +29,20 @@ LOSS_BOUND = 1e-6
 
 #: Where scripts/dev/setup_env.sh puts megatron-core 0.19.2, whose metadata asks for Python 3.12.
 CORE_0_19 = Path(sys.prefix) / "mcore-0.19.2"
-#: The megatron-core in the environment: 0.16.1 in CI. With it what the flag imports of this package.
-INSTALLED = Environment(
-    "megatron",
-    prepare="tests.support.megatron:prepare",
-    preload=(
-        *Environment().preload,
-        "megatron.core.distributed",
-        "megatron.core.models.gpt.gpt_layer_specs",
-        *(
-            f"megatron_fused_ce.adapter.{name}"
-            for name in ("import_hook", "language_module", "modelopt", "output_processor", "rl_logprobs")
-        ),
-    ),
-)
+#: Every rank finds it imported, and with it what the flag imports of this package.
+CORE = ("megatron.core.distributed", "megatron.core.models.gpt.gpt_layer_specs")
+CORE += ("megatron_fused_ce.adapter.language_module",)
+#: The megatron-core in the environment: 0.16.1 in CI.
+INSTALLED = Environment("megatron", prepare=f"{__name__}:prepare", preload=(*Environment().preload, *CORE))
 NEWEST = replace(INSTALLED, name="megatron-0.19.2", path=(str(CORE_0_19),))
 #: Where the same script puts ModelOpt and what it imports. With megatron-core it takes seconds to import.
 MODELOPT = Path(sys.prefix) / "modelopt-0.47.0"
 
 
 def with_modelopt(environment: Environment) -> Environment:
-    return replace(
-        environment,
-        name=f"{environment.name} modelopt",
-        path=(*environment.path, str(MODELOPT)),
-        preload=(*environment.preload, "modelopt.torch.distill.plugins.megatron"),
-    )
+    path, preload = (*environment.path, str(MODELOPT)), "modelopt.torch.distill.plugins.megatron"
+    name = f"{environment.name} modelopt"
+    return replace(environment, name=name, path=path, preload=(*environment.preload, preload))
 
 
 #: A reason for ``Ranks.needs_nccl``.
@@ -124,9 +112,7 @@ class Flag:
 
 
 @contextlib.contextmanager
-def flag(
-    on: bool = True, *, deferred_logits: bool = False, trust: Any = (), **options: Any
-) -> Iterator[Flag]:
+def flag(on: bool = True, deferred_logits: bool = False, trust: Any = (), **options: Any) -> Iterator[Flag]:
     """What happens inside, of which the :class:`Flag` knows at the end; with the flag ``on``, it has these
     options of its config. It was off, and is afterwards."""
     import megatron_fused_ce
@@ -180,7 +166,6 @@ def have_groups(tensor: int, pipeline: int = 1, virtual: int | None = None) -> N
 
 # --- models ----------------------------------------------------------------------------------
 
-
 #: Of :attr:`.Model.extra`: logits are scaled (not in 0.16).
 MUP = {"use_mup": True, "mup_base_hidden_size": 8}
 
@@ -191,7 +176,7 @@ class Model:
 
     family: str = "gpt"  # gpt or hybrid (MambaModel before 0.18)
     mtp: int = 0
-    virtual: int = 1  # stages on each rank of a pipeline
+    virtual: int | None = None  # stages on each rank of a pipeline; None: one
     tied: bool = False
     sequence_parallel: bool = False
     fused_wgrad: bool = False
@@ -203,11 +188,18 @@ class Model:
     extra: dict[str, Any] = field(default_factory=dict, hash=False)
 
 
-def core_version() -> tuple[int, int]:
-    import megatron.core
+#: Nothing random, and no fused kernel that a CPU or a bare GPU lacks; 0.15 has no scaling of MTP's loss.
+ALWAYS: dict[str, Any] = dict(
+    hidden_dropout=0.0, attention_dropout=0.0, use_cpu_initialization=True, num_attention_heads=4,
+    add_bias_linear=False, bias_dropout_fusion=False, masked_softmax_fusion=False, persist_layer_norm=False,
+    apply_rope_fusion=False, deallocate_pipeline_outputs=True, mtp_loss_scaling_factor=0.1,
+)  # fmt: skip
 
-    major, minor = megatron.core.__version__.split(".")[:2]
-    return int(major), int(minor)
+
+def core_version() -> tuple[int, int]:
+    from megatron.core import package_info
+
+    return package_info.MAJOR, package_info.MINOR
 
 
 def build(model: Model, rank: Rank, seed: int = 7) -> Any:
@@ -218,66 +210,48 @@ def build(model: Model, rank: Rank, seed: int = 7) -> Any:
 
 def build_stages(model: Model, rank: Rank, seed: int = 7) -> list[Any]:
     """This rank's stages, first to last."""
+    from megatron.core import parallel_state as state
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.parallel_state import (
-        get_pipeline_model_parallel_world_size,
-        get_tensor_model_parallel_world_size,
-        is_pipeline_first_stage,
-        is_pipeline_last_stage,
-    )
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer import TransformerConfig, multi_token_prediction
 
     if model.fused_wgrad:  # a CPU's ranks have it in Python
         pytest.importorskip("fused_weight_gradient_mlp_cuda", reason="apex's extension is not installed")
-    tensor, pipeline = get_tensor_model_parallel_world_size(), get_pipeline_model_parallel_world_size()
-    MTPLossLoggingHelper.tracker.clear()  # as large as an earlier model's number of heads
+    tensor = state.get_tensor_model_parallel_world_size()
+    pipeline = state.get_pipeline_model_parallel_world_size()
+    multi_token_prediction.MTPLossLoggingHelper.tracker.clear()  # as large as an earlier model's
     model_parallel_cuda_manual_seed(seed)
-    several = model.virtual > 1
     config = TransformerConfig(
-        # Nothing random, and no fused kernel that a CPU or a bare GPU lacks.
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        add_bias_linear=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
-        use_cpu_initialization=True,
-        apply_rope_fusion=False,
-        num_layers=max(2, pipeline * model.virtual),
+        num_layers=max(2, pipeline * (model.virtual or 1)),
         hidden_size=model.hidden,
-        num_attention_heads=4,
         gradient_accumulation_fusion=model.fused_wgrad,
         tensor_model_parallel_size=tensor,
         pipeline_model_parallel_size=pipeline,
-        virtual_pipeline_model_parallel_size=model.virtual if several else None,
+        virtual_pipeline_model_parallel_size=model.virtual,
         pipeline_dtype=model.dtype,
-        overlap_p2p_comm=several,
-        batch_p2p_comm=not several,
-        deallocate_pipeline_outputs=True,
+        overlap_p2p_comm=bool(model.virtual),
+        batch_p2p_comm=not model.virtual,
         sequence_parallel=model.sequence_parallel and tensor > 1,
         mtp_num_layers=model.mtp or None,
-        mtp_loss_scaling_factor=0.1,  # 0.15 has no default
         params_dtype=model.dtype,
         bf16=model.dtype == torch.bfloat16,
         fp16=model.dtype == torch.float16,
-        **model.extra,
+        **ALWAYS | model.extra,
     )
     shared = {"vocab_size": VOCAB, "max_sequence_length": SEQUENCE, "position_embedding_type": "rope"}
     shared["share_embeddings_and_output_weights"] = model.tied
     stages = []
-    for number in range(model.virtual):
+    for number in range(model.virtual or 1):
         torch.manual_seed(seed + 100 * number)
-        own, stage = copy.copy(config), number if several else None  # as in Megatron's training loop
+        own, stage = copy.copy(config), number if model.virtual else None  # as in Megatron's training loop
         layer = gpt_layer_specs.get_gpt_layer_local_spec()
         mtp = gpt_layer_specs.get_gpt_mtp_block_spec(own, layer, use_transformer_engine=False, vp_stage=stage)
         if model.family == "hybrid":
             made = _hybrid(rank, own, layer, mtp, **shared)
         else:
             of: dict[str, Any] = {"ignore_virtual": False, "vp_stage": stage}
-            first, last = is_pipeline_first_stage(**of), is_pipeline_last_stage(**of)
+            first, last = state.is_pipeline_first_stage(**of), state.is_pipeline_last_stage(**of)
             ends = {"pre_process": first, "post_process": last, "vp_stage": stage}
             made = GPTModel(own, layer, mtp_block_spec=mtp, **ends, **shared)
         stages.append(made.to(rank.device, model.dtype or torch.float32))
@@ -332,7 +306,7 @@ def in_ddp(model: Model, rank: Rank) -> list[Any]:
     config = stages[0].config
     if model.overlap:
         several = [stage.no_sync for stage in stages]
-        config.no_sync_func = several if model.virtual > 1 else several[0]
+        config.no_sync_func = several if model.virtual else several[0]
     config.finalize_model_grads_func = distributed.finalize_model_grads
     return stages
 
@@ -340,34 +314,18 @@ def in_ddp(model: Model, rank: Rank) -> list[Any]:
 class Training:
     """A model under training by Megatron's Adam: ``model``, ``ddp`` around it, and ``optimizer``."""
 
-    def __init__(
-        self, rank: Rank, model: Any, wrapped: Any = None, *, distributed: bool = False, **options: Any
-    ) -> None:
+    def __init__(self, rank: Rank, model: Any, wrapped: Any = None, distributed: bool = False, **more: Any):
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
         self.rank, self.model = rank, model
         self.ddp = wrapped or ddp(model, use_distributed_optimizer=distributed)
         adam = {"lr": 1e-2, "bf16": model.config.bf16, "params_dtype": model.config.params_dtype}
-        adam |= {"clip_grad": 1.0, "use_distributed_optimizer": distributed, **options}
+        adam |= {"clip_grad": 1.0, "use_distributed_optimizer": distributed, **more}
         self.optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", **adam), [self.ddp])
 
     def zero_grad(self) -> None:
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
-
-    def step(self) -> bool:
-        """The optimizer's; False where it skips."""
-        return bool(self.optimizer.step()[0])
-
-    def state(self) -> list[torch.Tensor]:
-        """Every parameter of the model and of the optimizer."""
-        return [each.detach() for each in (*self.model.parameters(), *self.optimizer.get_parameters())]
-
-    def assert_steps(self) -> None:
-        before = [parameter.clone() for parameter in self.state()]
-        assert self.step()
-        if any(parameter.requires_grad for parameter in self.model.parameters()):
-            assert not all(map(torch.equal, before, self.state())), "no parameter changed"
 
 
 def positions_and_mask(rank: Rank) -> tuple[torch.Tensor, torch.Tensor]:
@@ -378,24 +336,19 @@ def positions_and_mask(rank: Rank) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def forward(built: Any, rank: Rank, labels: bool, **kwargs: Any) -> Any:
-    ids = torch.arange(BATCH * SEQUENCE).view(BATCH, SEQUENCE).to(rank.device) % VOCAB
-    targets = ids.roll(-1, 1) if labels else None
-    return built(ids, *positions_and_mask(rank), labels=targets, **kwargs)
+    batch = draw(rank)
+    return built(batch.ids, *positions_and_mask(rank), labels=batch.labels if labels else None, **kwargs)
 
 
 def rollout(built: Any, rank: Rank) -> torch.Tensor:
     """Gathered logits of two generation steps of Megatron's: under inference mode, and under ``no_grad``."""
-    from megatron.core.inference.contexts import StaticInferenceContext
+    from megatron.core.inference import contexts, utils
 
-    is_active: Any = contextlib.nullcontext
-    if core_version() >= (0, 19):
-        from megatron.core.inference.utils import InferenceMode
-
-        is_active = InferenceMode.active
+    is_active: Any = contextlib.nullcontext if core_version() < (0, 19) else utils.InferenceMode.active
     built.eval()
     for mode in (torch.no_grad, torch.inference_mode):
         with mode(), is_active():
-            context = StaticInferenceContext(BATCH, SEQUENCE)
+            context = contexts.StaticInferenceContext(BATCH, SEQUENCE)
             logits = forward(built, rank, False, inference_context=context, runtime_gather_output=True)
     return logits
 
@@ -408,11 +361,10 @@ class Batch(NamedTuple):
     mask: torch.Tensor
 
 
-def draw(rank: Rank, generator: torch.Generator | int = 5, kept: float | None = None) -> Batch:
+def draw(rank: Rank, generator: torch.Generator | None = None, kept: float | None = None) -> Batch:
     """A random micro-batch, the labels its tokens shifted; ``kept``: the share of the mask that is 1, else
-    any weights. A generator, or its seed."""
-    if isinstance(generator, int):
-        generator = torch.Generator().manual_seed(generator)
+    any weights."""
+    generator = generator or torch.Generator().manual_seed(5)
     ids = torch.randint(0, VOCAB, (BATCH, SEQUENCE + 1), generator=generator).to(rank.device)
     mask = torch.rand(BATCH, SEQUENCE, generator=generator).to(rank.device)
     return Batch(ids[:, :-1], ids[:, 1:].contiguous(), mask if kept is None else (mask < kept).float())
@@ -420,7 +372,7 @@ def draw(rank: Rank, generator: torch.Generator | int = 5, kept: float | None = 
 
 def losses_of(model: Any, batch: Batch, rank: Rank, **more: Any) -> Any:
     """What the model gives for labels and mask, where it takes one."""
-    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    modules = getattr(model, "modules", list)()
     names = {cls.__name__ for module in modules for cls in type(module).__mro__}  # ModelOpt makes subclasses
     takes_mask = "MambaModel" not in names or core_version() >= (0, 17)
     given = {"labels": batch.labels, **({"loss_mask": batch.mask} if takes_mask else {}), **more}

@@ -15,10 +15,6 @@ from megatron_fused_ce.scripts.dev.megatron_records import version
 LIST = Path(__file__).parents[1] / "plan" / "megatron_scripts.txt"
 #: What a script that its author leaves open may need: a tokenizer's size, and a cluster's.
 ADDED = ("", "--vocab-size 32000", "--vocab-size 32000 --gpus 64", "--vocab-size 32000 --gpus 1024")
-HEAD = (
-    "# Shell scripts of Megatron-LM that plan (tests/support/megatron_scripts.py): versions; path; words",
-    "# added on the command line; GPUs, layers, hidden size, tokens of a sequence that it found.",
-)
 
 
 def found(script: Path, added: str) -> str:
@@ -39,4 +35,4 @@ if __name__ == "__main__":
             if row := next((row for row in tried if row[-1]), None):
                 held.setdefault(row, []).append(version(checkout))
     lines = [f"{' '.join(held[row])}; {'; '.join(row)}" for row in sorted(held)]
-    LIST.write_text("\n".join([*HEAD, *lines]) + "\n")
+    LIST.write_text("\n".join([*LIST.read_text().splitlines()[:2], *lines]) + "\n")
