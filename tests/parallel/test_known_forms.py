@@ -343,12 +343,8 @@ def transformer_engines(name: str, stack: contextlib.ExitStack) -> None:
 @pytest.mark.parametrize("name", ["a function", "another's apply", "an edited step"])
 def test_the_loss_of_transformer_engine(rank: Rank, name):
     """Megatron's wrapper calls what transformer_engine.pytorch.cross_entropy defines, or the head stays."""
-    fusion = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}
-    given = {
-        "before": functools.partial(transformer_engines, name),
-        "model": {"extra": fusion},
-        "families": GPT,
-    }
+    fusion = {"extra": {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}}
+    given = {"before": functools.partial(transformer_engines, name), "model": fusion, "families": GPT}
     row = Row(**given) if name == "a function" else unknown(
         ("transformer_engine.parallel_cross_entropy is",), **given
     )  # fmt: skip

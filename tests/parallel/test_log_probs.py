@@ -210,13 +210,12 @@ class Row:
 
 
 SP: dict[str, Any] = {"sequence_parallel": True}
+MUP: dict[str, Any] = {"extra": megatron.MUP}
 AT_ONCE, BY_SAMPLES = by_logits(at_once), by_logits(by_samples)
 DETACHED, DIFFERENTIABLE = {"entropy": "detached"}, {"entropy": "differentiable"}
 ROWS = {
     "processor tied sp": Row(by_processor, Model(tied=True, **SP), **DETACHED, flag=False),
-    "processor mup fused wgrad": Row(
-        by_processor, Model(extra=megatron.MUP, fused_wgrad=True), **DIFFERENTIABLE
-    ),
+    "processor mup fused wgrad": Row(by_processor, Model(**MUP, fused_wgrad=True), **DIFFERENTIABLE),
     "processor fused wgrad sp, two labels": Row(
         by_processor, Model(fused_wgrad=True, **SP), **DETACHED, num_labels=2
     ),
@@ -235,7 +234,7 @@ ROWS = {
     ),
     "get_logprobs bf16 sp": Row(by_get_logprobs, Model(**HALF_SP)),
     "get_logprobs hybrid tied sp": Row(by_get_logprobs, Model(family="hybrid", tied=True, **SP)),
-    "get_logprobs mup mtp 1": Row(by_get_logprobs, Model(extra=megatron.MUP, mtp=1)),
+    "get_logprobs mup mtp 1": Row(by_get_logprobs, Model(**MUP, mtp=1)),
     # The local attention refuses context parallelism: here a part attends to itself, off and on.
     "get_logprobs, a part of the context": Row(by_get_logprobs, positions=SEQUENCE // 2),
 }
