@@ -64,12 +64,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(autouse=True)
 def no_call_before() -> None:
     """No kind of call was seen: a test may change what a spec was made from."""
-    agreement = sys.modules.get("megatron_fused_ce.ranks.agreement")
-    if agreement is not None:
+    if agreement := sys.modules.get("megatron_fused_ce.ranks.agreement"):
         agreement.forget()
-    promise = sys.modules.get("megatron_fused_ce.head.promise")
-    if promise is not None:  # the benchmark takes one that was broken before for its own
-        promise.counts = promise.Counts()
+    if promise := sys.modules.get("megatron_fused_ce.head.promise"):
+        promise.counts = promise.Counts()  # the benchmark takes one that was broken before for its own
 
 
 def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:

@@ -78,14 +78,7 @@ def within(name: str, *prefixes: str) -> str:
 FLOORS = (
     ("__main__", "autoload", "autoload_start", "launch"),
     ("__init__", "rl"),
-    ("plan",),
-    ("adapter",),
-    ("distillation",),
-    ("ops",),
-    ("head",),
-    ("logits",),
-    ("ranks",),
-    ("losses",),
+    *((name,) for name in ("plan", "adapter", "distillation", "ops", "head", "logits", "ranks", "losses")),
     ("planner",),
     ("cli", "config", "kernels", "reasons"),
 )
