@@ -62,12 +62,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True)
-def no_call_before() -> None:
-    """No kind of call was seen: a test may change what a spec was made from."""
+def as_at_the_start():
+    """No kind of call was seen: a test may change what a spec was made from. torch.empty gives NaN: a result
+    that reads what nobody wrote cannot pass."""
     if agreement := sys.modules.get("megatron_fused_ce.ranks.agreement"):
         agreement.forget()
     if promise := sys.modules.get("megatron_fused_ce.head.promise"):
         promise.counts = promise.Counts()  # the benchmark takes one that was broken before for its own
+    # torch.use_deterministic_algorithms does the same, and imports the compiler: two seconds.
+    torch.set_deterministic_debug_mode("error")
+    yield
+    torch.set_deterministic_debug_mode("default")
 
 
 def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
@@ -80,12 +85,3 @@ def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory():
-    """torch.empty gives NaN: a result that reads what nobody wrote cannot pass."""
-    # torch.use_deterministic_algorithms does the same, and imports the compiler: two seconds.
-    torch.set_deterministic_debug_mode("error")
-    yield
-    torch.set_deterministic_debug_mode("default")

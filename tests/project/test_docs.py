@@ -25,10 +25,8 @@ PAGES = [*ROOT.glob("*.md"), *ROOT.glob("[ks]*/README.md"), *sorted(DOCS.rglob("
 
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True
-    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, *words], cwd=folder, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done
 
@@ -84,17 +82,11 @@ def test_a_snippet_over_ranks_runs_and_says_what_is_printed(tmp_path, page, rank
     assert check or [done.stdout.replace(f" {ranks} rank", " 1 rank")] == blocks(DOCS / page, "text")
 
 
-#: Pages of Get started and Guides, and the flags'; a block that is not to be run is marked as text.
-GUIDES = [README, *(DOCS / f"{name}.md" for name in (
-    *("install", "quickstart", "plan", "launch", "distillation", "losses", "chunks", "coming-from", "tools"),
-    "options",
-)), *sorted((DOCS / "rl").glob("*.md"))]  # fmt: skip
-
-
-def test_every_python_block_of_the_guides_runs(tmp_path):
-    """Each alone, without what the others made; those that need ranks are run above."""
+def test_every_python_block_of_the_pages_runs(tmp_path):
+    """Each alone, without what the others made; those that need ranks are run above. What is not to be run is
+    marked as text."""
     program = ["import runpy"]
-    for page in GUIDES:
+    for page in PAGES:
         for block in blocks(page, "py(?:thon)?"):
             if "dist.init_process_group" not in block:
                 path = tmp_path / f"{page.parent.name}_{page.stem}_{len(program)}.py"
@@ -103,11 +95,6 @@ def test_every_python_block_of_the_guides_runs(tmp_path):
     (tmp_path / "all.py").write_text("\n".join(program))
     run(tmp_path, "all.py")
     assert len(program) > 10, "the pattern finds them"
-
-
-def test_every_marked_figure_is_the_results(capsys):
-    """Of README.md and docs, and README's picture; refresh with: make figures."""
-    assert figures.main(["--check"]) == 0, capsys.readouterr()
 
 
 def is_in(figure, link):
@@ -170,7 +157,9 @@ def test_troubleshooting_has_what_plan_predicts(capsys):
         assert f"peak {peak}" in out and f", {without} without" in out
 
 
-def test_a_figure_that_is_not_the_results_is_told_and_put_right(tmp_path, capsys, monkeypatch):
+def test_every_marked_figure_is_the_results_and_another_is_told_and_put_right(tmp_path, capsys, monkeypatch):
+    """Of README.md and docs, and README's picture; refresh with: make figures."""
+    assert figures.main(["--check"]) == 0, capsys.readouterr()
     page, path = DOCS / "comparison.md", tmp_path / "comparison.md"
     text = page.read_text()
     monkeypatch.setattr(figures, "PAGES", {path: figures.PAGES[page]})

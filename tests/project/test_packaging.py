@@ -68,12 +68,7 @@ def tree(tmp_path_factory) -> Path:
     if missing := sorted({"pip", "setuptools"} - installed):
         pytest.skip(f"not installed: {missing}")
     copy = tmp_path_factory.mktemp("source")
-    for name in PACKED:
-        if (ROOT / name).is_dir():
-            ignored = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=ignored)
-        else:
-            shutil.copy(ROOT / name, copy)
+    run("cp", "-RP", *(ROOT / name for name in PACKED), copy)
     return copy
 
 
@@ -122,18 +117,15 @@ def test_the_image_holds_what_is_packed_and_the_workflows_run_targets():
         assert f"{sys.executable} -m {'sphinx' if 'docs' in line else 'pytest'}" in made
 
 
-def test_the_sdist_holds_plain_files(sdist):
-    """The link to kernels/ is a folder in it, and nothing of tests or results comes along."""
+def test_sdist_and_wheel_hold_the_modules_and_nothing_else(sdist, wheel, tree, tmp_path):
+    """In the sdist the link to kernels/ is a folder, and nothing of tests or results comes along. The wheel
+    has all of its modules; one built from the tree, as by `pip install .`, is the same."""
     with tarfile.open(sdist) as archive:
         members = archive.getmembers()
     assert all(member.isfile() or member.isdir() for member in members)
     names = {member.name.partition("/")[2] for member in members if member.isfile()}
     others = {name for name in names if not name.startswith(("megatron_fused_ce/", "megatron_fused_ce.egg"))}
     assert others == {"setup.py", "pyproject.toml", "README.md", "LICENSE", "setup.cfg", "PKG-INFO"}
-
-
-def test_the_wheel_holds_the_modules_and_nothing_else(wheel, tree, tmp_path):
-    """All of the sdist's; one built from the tree, as by `pip install .`, is the same."""
     with zipfile.ZipFile(wheel) as archive:
         assert archive.testzip() is None
         inside = {name for name in archive.namelist() if ".dist-info/" not in name}
@@ -159,8 +151,8 @@ def test_the_metadata(wheel):
     }  # fmt: skip
     assert expected == {key: metadata[key] for key in expected}
     assert metadata.get_payload().strip() == (ROOT / "README.md").read_text().strip()
-    assert "Typing :: Typed" in metadata.get_all("Classifier")
-    assert not any("License ::" in words for words in metadata.get_all("Classifier"))
+    classifiers = metadata.get_all("Classifier")
+    assert "Typing :: Typed" in classifiers and not any("License ::" in words for words in classifiers)
     # Any torch, and no triton: pip replaces neither of those that an environment has.
     assert [words for words in metadata.get_all("Requires-Dist") if "extra ==" not in words] == ["torch"]
 
