@@ -21,14 +21,11 @@ RECOMPUTE = FusedCEConfig(num_chunks=4, strategy="recompute", logits_backend="ge
 def megatron_head(config=RECOMPUTE, rank=0, **others):
     """What the report reads of a model: its output layer, its config."""
     settings = SimpleNamespace(**{"bf16": True, "fp16": False, "mtp_num_layers": None, **others})
+    group = SimpleNamespace(size=lambda: 2, rank=lambda: rank)
     layer = SimpleNamespace(
-        tp_group=SimpleNamespace(size=lambda: 2, rank=lambda: rank),
-        sequence_parallel=True,
-        weight=torch.zeros(1000, 16),
-        output_size_per_partition=1000,
-        fused_ce_config=config,
-        config=settings,
-    )
+        tp_group=group, sequence_parallel=True, weight=torch.zeros(1000, 16), output_size_per_partition=1000,
+        fused_ce_config=config, config=settings,
+    )  # fmt: skip
     return SimpleNamespace(output_layer=layer, config=settings)
 
 

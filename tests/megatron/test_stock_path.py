@@ -115,6 +115,19 @@ def test_an_adopted_layer_can_be_copied_and_pickled():
         assert copied.fused_ce_held.of == copied.fused_ce_held.changed() == ""
 
 
+def test_a_parametrized_weight_stays_unread():
+    """A spectral norm takes a step at each read, and Megatron's layer makes so many."""
+    model = GPTModel()
+    model.output_layer.weight = torch.nn.Parameter(torch.randn(6, 4))
+    torch.nn.utils.parametrizations.spectral_norm(model.output_layer)
+    (norm,) = model.output_layer.parametrizations.weight
+    before = norm._u.clone()
+    assert "a parametrization of its output layer" in stock_path.reason_at_build(model, None)
+    with pytest.raises(ValueError, match="a parametrization of its output layer"):
+        stock_path.refuse_processor(model.output_layer, adopted=False)
+    assert torch.equal(norm._u, before)
+
+
 def test_a_head_that_waits_for_modelopt_is_not_said_to_stay(monkeypatch):
     """The line names the one that follows; an option of the loss ends the launch."""
     from megatron_fused_ce.adapter import language_module

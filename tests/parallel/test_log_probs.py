@@ -19,7 +19,6 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 
 from megatron_fused_ce import FusedCEConfig
@@ -338,7 +337,6 @@ REFUSED = {
     "a bias": (lambda layer: setattr(layer, "bias", BIAS), "layer has a bias"),
     "a hook": (lambda layer: layer.register_forward_hook(print), "a forward hook .builtins.print. may read"),
     "a forward": (lambda layer: setattr(layer, "forward", print), "its forward is builtins.print"),
-    "a parametrization": (spectral_norm, "a parametrization of its output layer"),
     "a class": (
         lambda layer: setattr(layer, "__class__", type("Head", (type(layer),), {"forward": print})),
         "output layer is .*Head",

@@ -28,9 +28,9 @@ GRAMMAR = {
     "statement": (
         *["<assignment>"] * 10,
         *["if <test>; then\n<block>\nelif <test>; then\n<block>\nelse\n<block>\nfi"] * 3,
-        *("<test> && <assignment>", "<test> || <assignment>", "<test> && { <assignment>; <leave>; }"),
+        *("<test> && <assignment>", "<test> || <assignment>", *["<test> && { <assignment>; <leave>; }"] * 3),
         'case "$<V>" in\n2|a*) <assignment> ;;\n*) <assignment> ;;\nesac',
-        *["for <V> in 1 2; do\n<block>\ndone"] * 2,
+        *["for <V> in 1 2; do\n<block>\ndone"] * 3,
         *("(\n<block>\n)", "<call>"),
     ),
     "call": ("f <value>",),
