@@ -23,18 +23,11 @@ import hypothesis
 import pytest
 
 # Of tests/op/test_properties.py, over all of its properties; other tests name their own number.
-hypothesis.settings.register_profile(
-    "short", max_examples=300, derandomize=True, database=None, deadline=None
-)
-hypothesis.settings.register_profile(
-    "long",
-    max_examples=12_000,
-    database=None,
-    deadline=None,
-    suppress_health_check=[hypothesis.HealthCheck.too_slow],
-)
+for name, number in (("short", 300), ("long", 12_000)):
+    slow = [hypothesis.HealthCheck.too_slow] if name == "long" else []
+    always = {"database": None, "deadline": None, "suppress_health_check": slow}
+    hypothesis.settings.register_profile(name, max_examples=number, derandomize=name == "short", **always)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
-
 
 #: Folders of `make test-rest`; elsewhere a test says by its own marker that it belongs there.
 REST = ("tests/tools/", "tests/plan/", "tests/project/")
@@ -58,26 +51,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.nodeid.startswith(REST):
             item.add_marker("rest")
+    sizes, on_gpus = Counter(item.path for item in items), torch.cuda.is_available()
+
+    def place(item: pytest.Item) -> tuple[object, ...]:
+        is_last, is_long = on_gpus and item.nodeid.startswith(LAST), item.nodeid.startswith(LONG)
+        return is_last, not is_long, -sizes[item.path], item.path
+
     if hasattr(config, "workerinput"):  # of xdist
-        sizes = Counter(item.path for item in items)
-        items.sort(key=lambda item: (_place(item), -sizes[item.path], item.path))
-
-
-def _place(item: pytest.Item) -> int:
-    if item.nodeid.startswith(LAST) and torch.cuda.is_available():
-        return 2
-    return int(not item.nodeid.startswith(LONG))
+        items.sort(key=place)
 
 
 @pytest.fixture(autouse=True)
-def no_call_before() -> None:
-    """No kind of call was seen: a test may change what a spec was made from."""
-    agreement = sys.modules.get("megatron_fused_ce.ranks.agreement")
-    if agreement is not None:
+def as_at_the_start():
+    """No kind of call was seen: a test may change what a spec was made from. torch.empty gives NaN: a result
+    that reads what nobody wrote cannot pass."""
+    if agreement := sys.modules.get("megatron_fused_ce.ranks.agreement"):
         agreement.forget()
-    promise = sys.modules.get("megatron_fused_ce.head.promise")
-    if promise is not None:  # the benchmark takes one that was broken before for its own
-        promise.counts = promise.Counts()
+    if promise := sys.modules.get("megatron_fused_ce.head.promise"):
+        promise.counts = promise.Counts()  # the benchmark takes one that was broken before for its own
+    # torch.use_deterministic_algorithms does the same, and imports the compiler: two seconds.
+    torch.set_deterministic_debug_mode("error")
+    yield
+    torch.set_deterministic_debug_mode("default")
 
 
 def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
@@ -90,12 +85,3 @@ def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory():
-    """torch.empty gives NaN: a result that reads what nobody wrote cannot pass."""
-    # torch.use_deterministic_algorithms does the same, and imports the compiler: two seconds.
-    torch.set_deterministic_debug_mode("error")
-    yield
-    torch.set_deterministic_debug_mode("default")

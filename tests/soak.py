@@ -94,10 +94,8 @@ class Soak:
         # The verdicts' own group: it must work where the others hang.
         self.control = dist.new_group(backend="gloo")
         self.beside = dist.new_group()
-        self.groups: dict[int, Any] = {}  # this rank's, by size
-        for size in (size for size in range(2, WORLD + 1) if WORLD % size == 0):
-            made = [dist.new_group(list(range(i, i + size))) for i in range(0, WORLD, size)]
-            self.groups[size] = made[RANK // size]
+        # This rank's, by size.
+        self.groups = {n: dist.new_subgroups(n)[0] for n in range(2, WORLD + 1) if WORLD % n == 0}
         self.order = random.Random(options.seed)  # the same on every rank
         self.pool = draw(options.pool, options.seed, device)
         self.first: dict[DrawnProblem, Parts] = {}  # this rank's results

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+OURS = "megatron_fused_ce"
 
 
 def files_of(*folders: str, ending: str = ".py") -> list[Path]:
@@ -22,7 +23,7 @@ def files_of(*folders: str, ending: str = ".py") -> list[Path]:
     return [file for file in found if not any(parent.is_symlink() for parent in file.parents)]
 
 
-SOURCES = files_of("megatron_fused_ce", "kernels")
+SOURCES = files_of(OURS, "kernels")
 
 
 @functools.cache
@@ -46,7 +47,7 @@ def imports(file: Path) -> set[str]:
 def module(file: Path) -> str:
     """The name under which it is imported."""
     parts = file.relative_to(ROOT).with_suffix("").parts
-    parts = parts if parts[0] in ("megatron_fused_ce", "tests") else ("megatron_fused_ce", *parts)
+    parts = parts if parts[0] in (OURS, "tests") else (OURS, *parts)
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
@@ -65,52 +66,68 @@ def imported_files(file: Path) -> set[Path]:
 
 def room(file: Path) -> str:
     """Its folder in the package; of a file at the package's top its own name."""
-    parts = module(file).split(".")
-    return parts[1] if len(parts) > 1 else "__init__"
+    return f"{module(file)}.__init__".split(".")[1]
+
+
+def within(name: str, *prefixes: str) -> str:
+    """The first of these modules, or names in them, that this is or is a part of; "" for none."""
+    return next((prefix for prefix in prefixes if f"{name}.".startswith(f"{prefix}.")), "")
 
 
 #: The rooms, from the top floor down. A file imports of its own room, and of the floors below it.
 FLOORS = (
     ("__main__", "autoload", "autoload_start", "launch"),
     ("__init__", "rl"),
-    ("plan",),
-    ("adapter",),
-    ("distillation",),
-    ("ops",),
-    ("head",),
-    ("logits",),
-    ("ranks",),
-    ("losses",),
+    *((name,) for name in ("plan", "adapter", "distillation", "ops", "head", "logits", "ranks", "losses")),
     ("planner",),
     ("cli", "config", "kernels", "reasons"),
 )
-ROOMS = {name for names in FLOORS for name in names}
+FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
+#: What is imported, and which rooms may do so: all of these, but where a line says otherwise.
+KNOWN_TO = {
+    "triton": {"kernels"},
+    "megatron": {"adapter"},
+    "torch": FLOOR_OF.keys() - {"__main__", "autoload", "autoload_start", "cli", "config", "launch", "plan",
+                                "planner", "reasons"},
+    # Numbers only: they answer for GPUs that are not there, on machines without torch.
+    f"{OURS}.plan": {"plan"},
+    # A kind of targets and of logits, which it brings with it.
+    f"{OURS}.distillation": {"__init__", "rl", "adapter", "distillation"},
+    f"{OURS}.scripts": set(),
+}  # fmt: skip
+#: A room, and all that it takes of the package: of the kernels their sizes, of the adapter the flags.
+TAKES = {
+    "planner": {"planner", "config", "kernels.sizes"},
+    "plan": {"plan", "cli", "config", "planner", "reasons"}
+    | {f"adapter.arguments.{name}" for name in ("FLAG", "add_arguments", "config_from_args")},
+}
 
 
-def test_every_file_has_a_room_and_imports_downwards():
-    floor_of = {name: floor for floor, names in enumerate(FLOORS) for name in names}
-    assert floor_of.keys() == {room(file) for file in SOURCES}
-    upwards = [
-        f"{module(file)} imports {module(other)}"
-        for file in SOURCES
-        for other in imported_files(file)
-        if room(file) != room(other) and floor_of[room(other)] <= floor_of[room(file)]
-    ]
-    assert not upwards
+def test_rooms_import_downwards_and_know_what_they_may():
+    assert FLOOR_OF.keys() == {room(file) for file in SOURCES}
+    for file in SOURCES:
+        for other in imported_files(file):
+            upwards = room(file) != room(other) and FLOOR_OF[room(other)] <= FLOOR_OF[room(file)]
+            assert not upwards, f"{module(file)} imports {module(other)}"
+    for name, rooms in KNOWN_TO.items():
+        knowing = {room(file) for file in SOURCES if any(within(each, name) for each in imports(file))}
+        assert knowing <= rooms and bool(knowing) == bool(rooms), name
+    for name, taken in TAKES.items():
+        of_room = set().union(*(imports(file) for file in SOURCES if room(file) == name))
+        ours = {each.partition(".")[2] for each in of_room if within(each, OURS)}
+        assert {within(each, *taken) or each for each in ours} == taken, name
+    assert not imports(ROOT / "kernels" / "sizes.py")
 
 
 def test_no_circle_of_files():
     """Within a room either; an import inside of a function, or for the type checker, makes one, too."""
-    try:
-        graphlib.TopologicalSorter({file: imported_files(file) for file in SOURCES}).prepare()
-    except graphlib.CycleError as error:
-        raise AssertionError(" -> ".join(map(module, error.args[1]))) from None
+    graphlib.TopologicalSorter({file: imported_files(file) for file in SOURCES}).prepare()
 
 
 def test_rooms_are_small_and_nothing_grows():
     """About a dozen files in each, but adapter and plan; a page that a reader can hold. No folder has more
     lines of Python and shell than tests/budget.txt says, where numbers only fall."""
-    assert len(ROOMS - {"kernels"}) <= 18  # which is a link
+    assert len(FLOOR_OF.keys() - {"kernels"}) <= 18  # which is a link
     modules = Counter(room(file) for file in SOURCES if file.name != "__init__.py")
     assert {name for name, count in modules.items() if count > 14} <= {"adapter", "plan"}
     lines = {module(file): file.read_text().count("\n") for file in SOURCES if room(file) != "kernels"}
@@ -121,60 +138,13 @@ def test_rooms_are_small_and_nothing_grows():
         assert sum(len(file.read_text().splitlines()) for file in files) <= int(most), folder
 
 
-OURS = "megatron_fused_ce"
-#: What is imported, and which rooms may do so: all of these, but where a line says otherwise.
-KNOWN_TO = {
-    "triton": {"kernels"},
-    "megatron": {"adapter"},
-    "torch": ROOMS - {"__main__", "autoload", "autoload_start", "cli", "config", "launch", "plan", "planner",
-                      "reasons"},
-    # Numbers only: they answer for GPUs that are not there, on machines without torch.
-    f"{OURS}.plan": {"plan"},
-    # A kind of targets and of logits, which it brings with it.
-    f"{OURS}.distillation": {"__init__", "rl", "adapter", "distillation"},
-    f"{OURS}.scripts": set(),
-}  # fmt: skip
-#: A room, and the rooms that it may know.
-KNOWS = {
-    # Records and constants that both need are its own (kernels/records.py); the package imports downwards.
-    "kernels": {"kernels"},
-    "planner": {"planner", "config", "kernels"},
-    "plan": {"plan", "adapter", "cli", "config", "planner", "reasons"},
-}
-#: A room, another, and what it may import of that: the kernels' sizes, the adapter's flags.
-BY_NAME = [
-    ("planner", "kernels", {"sizes"}),
-    ("plan", "adapter", {f"arguments.{name}" for name in ("FLAG", "add_arguments", "config_from_args")}),
-]
-
-
-def of(name: str) -> set[str]:
-    """All that a room imports."""
-    return {imported for file in SOURCES if room(file) == name for imported in imports(file)}
-
-
-def test_rooms_know_what_they_may():
-    for prefix, rooms in KNOWN_TO.items():
-        knowing = {name for name in ROOMS if any(f"{each}.".startswith(f"{prefix}.") for each in of(name))}
-        assert knowing <= rooms and bool(knowing) == bool(rooms), prefix
-    for name, rooms in KNOWS.items():
-        assert {each.split(".")[1] for each in of(name) if each.startswith(f"{OURS}.")} == rooms, name
-    for name, other, allowed in BY_NAME:
-        start = f"{OURS}.{other}."
-        taken = {each.removeprefix(start) for each in of(name) if each.startswith(start)}
-        assert all(any(f"{each}.".startswith(f"{one}.") for one in allowed) for each in taken), (name, taken)
-    assert not imports(ROOT / "kernels" / "sizes.py")
-
-
 def test_what_one_room_alone_may_do():
     """Call collectives (elsewhere a process group is named, and handed down); say the word of a divergence;
     read a command line."""
     readers = set()
     for file in SOURCES:
-        text, taken = (
-            file.read_text(),
-            {name.split(".")[2] for name in imports(file) if ".distributed." in name},
-        )
+        text = file.read_text()
+        taken = {each.split(".")[2] for each in imports(file) if ".distributed." in each}
         for node in nodes(file):
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("dist", "torch.distributed"):
                 taken.add(node.attr)
@@ -193,20 +163,17 @@ def test_scripts_and_tests_around_the_package():
     for file in files_of("scripts", "tests"):
         wrong = r"tests\b" if "scripts" in file.parts else r"tests\.(\w+\.)*test_"
         assert not [name for name in imports(file) if re.match(wrong, name)], file
-    known = imports(ROOT / "scripts" / "lib" / "reference.py")
-    known |= imports(ROOT / "tests" / "support" / "roundings.py")
-    assert {name.removeprefix(f"{OURS}.") for name in known if name.startswith(OURS)} == {
-        "config.FusedCEConfig", "ops.cross_entropy.TokenOutputs", "scripts.lib.reference.HeadInputs"
-    }  # fmt: skip
+    known = imports(ROOT / "scripts/lib/reference.py") | imports(ROOT / "tests/support/roundings.py")
+    allowed = "config.FusedCEConfig", "ops.cross_entropy.TokenOutputs", "scripts.lib.reference.HeadInputs"
+    assert {name for name in known if within(name, OURS)} == {f"{OURS}.{name}" for name in allowed}
 
 
 # --- what runs its input ---------------------------------------------------------------------------
 
 
 def test_no_shell_script_runs_what_it_reads():
-    for script in [*(ROOT / "scripts").rglob("*.sh"), ROOT / "Makefile", ROOT / ".ci" / "run"]:
-        found = re.search(r"^\s*eval\b|\b(curl|wget)\b", script.read_text(), re.MULTILINE)
-        assert not found, script
+    for script in [*files_of("scripts", ending=".sh"), ROOT / "Makefile", ROOT / ".ci" / "run"]:
+        assert not re.search(r"^\s*eval\b|\b(curl|wget)\b", script.read_text(), re.MULTILINE), script
 
 
 RUNS_ITS_INPUT = """\
@@ -226,11 +193,8 @@ import torch.distributed as d; d.all_gather_object(a, b)
 @pytest.mark.rest
 def test_lint_sees_what_runs_its_input():
     """No pickle, eval or shell: pyproject.toml's rules, as `make lint` applies them."""
-    words = [sys.executable, "-m", "ruff", "check", "-q", "--output-format", "concise", "-"]
-    done = subprocess.run(
-        [*words, "--stdin-filename", "scripts/x.py"], cwd=ROOT, input=RUNS_ITS_INPUT,
-        capture_output=True, text=True,
-    )  # fmt: skip
+    words = ("ruff", "check", "-q", "--output-format", "concise", "-", "--stdin-filename", "scripts/x.py")
+    done = python("-m", *words, given=RUNS_ITS_INPUT)
     if "No module named ruff" in done.stderr:
         pytest.skip("ruff is not installed")
     found = {int(number) for number in re.findall(r":(\d+):\d+: (?:TID251|S\d+) ", done.stdout)}
@@ -239,7 +203,16 @@ def test_lint_sees_what_runs_its_input():
 
 # --- what is imported where ------------------------------------------------------------------------
 
-KERNELS = [path.stem for path in (ROOT / "kernels").glob("*.py")]
+
+def python(*words: str, given: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *words]
+    return subprocess.run(command, cwd=ROOT, input=given, capture_output=True, text=True)
+
+
+#: triton 3.2 has no tensor descriptors, which the scaled-exp GEMM alone needs; newer interpreters do.
+OLD = [
+    file.stem for file in (ROOT / "kernels").glob("*.py") if not re.match("scaled_exp(_hopper)?$", file.stem)
+]
 #: What holds in a process of its own: its code, and what that prints.
 IN_A_PROCESS = {
     # Python's start-up (autoload) runs it in every process with the flag.
@@ -248,18 +221,17 @@ IN_A_PROCESS = {
         "print([name for name in ('torch', 'triton', 'megatron') if name in sys.modules])",
         "[]",
     ),
-    "the op works without Megatron": (
+    "the op works without Megatron, and every export exists": (
         "import sys; sys.modules['megatron'] = None; import torch, megatron_fused_ce as m; "
         "h = torch.randn(3, 2, 4); w = torch.randn(5, 4); y = torch.zeros(2, 3, dtype=torch.long); "
-        "print(m.fused_linear_cross_entropy(h, w, y).shape)",
-        "torch.Size([2, 3])",
+        "print(m.fused_linear_cross_entropy(h, w, y).shape, hasattr(m, 'no_such_name'),"
+        " all(getattr(m, name) and name in dir(m) for name in m.__all__))",
+        "torch.Size([2, 3]) False True",
     ),
-    # triton 3.2 has no tensor descriptors, which the scaled-exp GEMM alone needs; newer interpreters do.
     "the row path imports with the oldest Triton": (
         "import os, sys, importlib; sys.modules['triton.tools.tensor_descriptor'] = None; "
         "os.environ.pop('TRITON_INTERPRET', None); "
-        "[importlib.import_module('megatron_fused_ce.kernels.' + name) for name in "
-        f"{[name for name in KERNELS if name not in ('scaled_exp', 'scaled_exp_hopper')]}]",
+        f"[importlib.import_module('megatron_fused_ce.kernels.' + name) for name in {OLD}]",
         "",
     ),
 }  # fmt: skip
@@ -268,18 +240,8 @@ IN_A_PROCESS = {
 @pytest.mark.parametrize("what", IN_A_PROCESS)
 def test_in_a_process_of_its_own(what):
     code, printed = IN_A_PROCESS[what]
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    done = python("-c", code)
     assert (done.returncode, done.stdout.strip()) == (0, printed), done.stderr
-
-
-def test_every_export_exists():
-    import megatron_fused_ce
-
-    assert set(megatron_fused_ce.__all__) <= set(dir(megatron_fused_ce))
-    for name in megatron_fused_ce.__all__:
-        assert getattr(megatron_fused_ce, name) is not None
-    with pytest.raises(AttributeError, match="no_such_name"):
-        megatron_fused_ce.no_such_name  # noqa: B018
 
 
 # --- names in prose --------------------------------------------------------------------------------
@@ -297,31 +259,23 @@ def defined(file: Path) -> set[str]:
 
 
 @pytest.mark.rest
-def test_roles_of_docstrings_name_what_exists():
-    """Each word of a path; what the package names is its own."""
-    files = files_of("megatron_fused_ce", "kernels", "scripts", "tests")
+def test_names_in_prose_are_of_what_exists():
+    """Roles of docstrings, each word of a path (what the package names is its own); files that pages name, of
+    a folder of this repository or of the package."""
+    files = files_of(OURS, "kernels", "scripts", "tests")
     in_package = set().union(*map(defined, SOURCES))
     in_all = in_package.union(*map(defined, files))
-    roles, lost = 0, []
+    roles, named, lost = 0, 0, []
     for file in files:
         for text in re.findall(r":(?:mod|func|class|meth|attr|data):`([^`]+)`", file.read_text()):
             words, roles = "".join(text.split()).lstrip(".").split("."), roles + 1
             if words[0] != "torch" and not set(words) <= (in_package if file in SOURCES else in_all):
                 lost.append(f"{file.relative_to(ROOT)}: {text}")
-    assert roles > 200, "the pattern finds them"
-    assert not lost, "\n".join(lost)
-
-
-@pytest.mark.rest
-def test_files_that_documents_name_exist():
-    """Those of a folder of this repository, or of the package."""
-    paths = {
-        f"/{file.relative_to(ROOT).as_posix()}" for file in files_of("megatron_fused_ce", "kernels", "tests")
-    }
-    named = 0
     for page in (ROOT / "CONTRIBUTING.md", ROOT / "kernels" / "README.md", *(ROOT / "docs").glob("*.md")):
         for name in re.findall(r"`([\w/]+\.py)", page.read_text()):
-            if name.partition("/")[0] in {OURS, "tests"} | ROOMS:
-                assert any(path.endswith(f"/{name}") for path in paths), f"{page.name}: {name}"
+            if name.partition("/")[0] in {OURS, "tests"} | FLOOR_OF.keys():
                 named += 1
-    assert named > 40, "the pattern finds them"
+                if not any(f"/{file.relative_to(ROOT)}".endswith(f"/{name}") for file in files):
+                    lost.append(f"{page.name}: {name}")
+    assert roles > 200 and named > 40, "the patterns find them"
+    assert not lost, "\n".join(lost)

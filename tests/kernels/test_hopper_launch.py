@@ -35,15 +35,11 @@ def launched(monkeypatch):
     hopper._bound_gemm.cache_clear()
 
 
-def per_row():
-    return torch.empty(C)
-
-
 def operands():
     return {
         **{"tokens": torch.empty(C, H).bfloat16(), "weight": torch.empty(V, H).bfloat16()},
         **{"out": torch.empty(C, V).bfloat16(), "labels": torch.empty(C, dtype=torch.int64)},
-        **{"table": torch.empty(8, dtype=torch.int32), "inv_temperature": per_row()},
+        **{"table": torch.empty(8, dtype=torch.int32), "inv_temperature": torch.empty(C)},
     }
 
 
@@ -59,7 +55,7 @@ def assert_launched(launched, of, form, **others):
 
 
 def test_statistics(launched):
-    of, shift = operands(), per_row()
+    of, shift = operands(), torch.empty(C)
     form = RowOptions(valid_columns=torch.tensor([V]), with_weighted=True)
     tiles = hopper.scaled_exp_gemm(row_shift2=shift, logit_scale=0.5, with_argmax=True, form=form, **of)
     written = {f"{name}_ptr": tensor for name, tensor in tiles._asdict().items() if name != "tile_columns"}
@@ -68,7 +64,7 @@ def test_statistics(launched):
 
 
 def test_gradients(launched):
-    of, gradient = operands(), GradEpilogue(*[per_row() for _ in GradEpilogue._fields])
+    of, gradient = operands(), GradEpilogue(*[torch.empty(C) for _ in GradEpilogue._fields])
     form = RowOptions(valid_columns=torch.tensor([V]), softcap=30.0)
     hopper.grad_logits_gemm(gradient=gradient, logit_scale=2.0, form=form, **of)
     names = ("row_shift", "factor", "at_label", "entropy_factor")

@@ -102,27 +102,22 @@ def test_token_weights_that_fp16_scales(largest, dtype, device):
 
 
 @pytest.mark.parametrize("backend", [row_kernels, rows_torch], ids=["triton", "torch"])
-def test_rows_with_infinities_and_nan(backend, device):
-    logits = torch.zeros(5, 6, device=device)
+def test_rows_with_infinities_nan_and_ties(backend, device):
+    """The argmax takes the lowest column of a tie."""
+    logits = torch.zeros(6, 9000, device=device)
     logits[0, :] = -torch.inf  # no finite logit in this shard
     logits[1, 2] = torch.nan
     logits[2, 3] = torch.inf
-    logits[3, :5] = -torch.inf  # one finite logit
-    labels = torch.tensor([-1, -1, -1, 5, 0], device=device)
-    row_max, _, sum_exp_nonlabel, label_logit = backend.row_statistics(logits, labels, 1.0).shard
+    logits[3, :-1] = -torch.inf  # one finite logit
+    logits[5, [4500, 8999]] = 1.0
+    labels = torch.tensor([-1, -1, -1, 8999, 0, 0], device=device)
+    stats = backend.row_statistics(logits, labels, 1.0, with_argmax=True)
+    row_max, _, sum_exp_nonlabel, label_logit = stats.shard
     assert sum_exp_nonlabel[0] == 0 and row_max[0] == -torch.inf
     assert torch.isnan(sum_exp_nonlabel[1:3]).all()
     assert sum_exp_nonlabel[3] == 0 and row_max[3] == 0 and label_logit[3] == 0
-    assert sum_exp_nonlabel[4] == 5
-
-
-@pytest.mark.parametrize("backend", [row_kernels, rows_torch], ids=["triton", "torch"])
-def test_argmax_takes_the_lowest_column_of_a_tie(backend, device):
-    logits = torch.zeros(2, 9000, device=device)
-    logits[1, [4500, 8999]] = 1.0
-    labels = torch.zeros(2, dtype=torch.int64, device=device)
-    stats = backend.row_statistics(logits, labels, 1.0, with_argmax=True)
-    assert stats.argmax.tolist() == [0, 4500]
+    assert sum_exp_nonlabel[4] == 8999
+    assert stats.argmax[3:].tolist() == [8999, 0, 4500]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="a pause is of a GPU's stream")

@@ -31,9 +31,8 @@ LINES = [
     (
         "--fused-ce-merge packed --fused-ce-label-smoothing 0.1 --fused-ce-z-loss 1e-4 "
         "--fused-ce-logit-softcap 30 --fused-ce-ignore-index -100",
-        FusedCEConfig(
-            merge="packed", label_smoothing=0.1, z_loss=1e-4, logit_softcap=30.0, ignore_index=-100
-        ),
+        FusedCEConfig(merge="packed", label_smoothing=0.1, z_loss=1e-4, logit_softcap=30.0,
+                      ignore_index=-100),
     ),
     ("--fused-ce-mask-padded-vocab", FusedCEConfig(true_vocab_size=50257)),  # the tokenizer's
     ("--fused-ce-num-chunks 0", "a whole number from 1 to"),
@@ -89,12 +88,8 @@ def test_options_of_a_script_and_of_a_file(defaults, file, line, words, tmp_path
 
 def test_two_flags_are_for_all_and_the_rest_stand_under_advanced():
     parser = arguments.add_arguments(argparse.ArgumentParser(add_help=False))
-    groups = {
-        group.title.rpartition("cross-entropy")[2]: {
-            action.option_strings[-1] for action in group._group_actions
-        }
-        for group in parser._action_groups
-    }
+    titles = {of.title.rpartition("cross-entropy")[2]: of._group_actions for of in parser._action_groups}
+    groups = {title: {action.option_strings[-1] for action in of} for title, of in titles.items()}
     assert groups[""] == {"--fused-chunked-ce", "--fused-ce-memory-mb"} and len(groups[", advanced"]) == 12
     page = (ROOT / "docs" / "options.md").read_text().split("## Strategies")[0]
     for title, text in zip(("", ", advanced"), page.split("### Advanced"), strict=True):

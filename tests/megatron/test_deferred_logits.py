@@ -175,22 +175,18 @@ def test_a_metric_of_logits_leaves_their_gradient(deferred):
     torch.testing.assert_close(weight.grad, deferred.call.real.square().sum((0, 1)) / 2)
 
 
-def test_a_scale_reaches_the_loss(deferred):
-    (0.5 * (deferred * 3)).loss(torch.zeros(2, 4), TokenWeights(None, "nobody said"))
-    assert deferred.call.asked[0].logit_scale == 1.5 and counts() == (1, 0)
-
-
 def test_acceptance_counts_are_served_from_the_fused_pass(deferred):
-    """The two ways in which Megatron asks for a head's argmax."""
-    deferred.loss(torch.zeros(2, 4), TokenWeights(None, "nobody said"))
-    expected = deferred.call.real.max(dim=-1)
+    """Which has the scale. The two ways in which Megatron asks for a head's argmax."""
+    scaled, real = 0.5 * (deferred * 3), 1.5 * deferred.call.real
+    scaled.loss(torch.zeros(2, 4), TokenWeights(None, "nobody said"))
+    assert deferred.call.asked[0].logit_scale == 1.5
     for dim in (-1, 2):
-        assert torch.equal(torch.argmax(deferred, dim), expected.indices)
-        assert torch.equal(torch.max(deferred, dim).values, expected.values)
+        assert torch.equal(torch.argmax(scaled, dim), real.max(dim=-1).indices)
+        assert torch.equal(torch.max(scaled, dim).values, real.max(dim=-1).values)
     assert counts() == (1, 0)
     uses = (lambda z: (-2 * z).max(dim=-1), lambda z: z.max(dim=-1, keepdim=True), lambda z: z.max(dim=0))
     for use in uses:  # of other logits than those that the pass had, or in another shape
-        assert torch.equal(use(deferred).values, use(deferred.call.real).values)
+        assert torch.equal(use(scaled).values, use(real).values)
     assert counts() == (1, 1)
 
 
@@ -243,10 +239,7 @@ def test_a_batch_of_one_can_be_squeezed(deferred):
 def test_samples_share_rows(gathered):
     """A row of two samples, with one label or another; tests/parallel/test_log_probs.py has others."""
     seen = []
-    gathered.call.ask = lambda _, config, labels, entropy, active: (
-        seen.append(active) or labels.float(),
-        None,
-    )
+    gathered.call.ask = lambda _, config, labels, entropy, active: (seen.append(active) or 1.0 * labels, None)
     tokens = torch.tensor([7, 8, 9])
     gathered.log_probs_of(lambda rows: [(rows, torch.arange(8))])
     assert seen == [None]

@@ -21,14 +21,11 @@ RECOMPUTE = FusedCEConfig(num_chunks=4, strategy="recompute", logits_backend="ge
 def megatron_head(config=RECOMPUTE, rank=0, **others):
     """What the report reads of a model: its output layer, its config."""
     settings = SimpleNamespace(**{"bf16": True, "fp16": False, "mtp_num_layers": None, **others})
+    group = SimpleNamespace(size=lambda: 2, rank=lambda: rank)
     layer = SimpleNamespace(
-        tp_group=SimpleNamespace(size=lambda: 2, rank=lambda: rank),
-        sequence_parallel=True,
-        weight=torch.zeros(1000, 16),
-        output_size_per_partition=1000,
-        fused_ce_config=config,
-        config=settings,
-    )
+        tp_group=group, sequence_parallel=True, weight=torch.zeros(1000, 16), output_size_per_partition=1000,
+        fused_ce_config=config, config=settings,
+    )  # fmt: skip
     return SimpleNamespace(output_layer=layer, config=settings)
 
 
@@ -154,7 +151,5 @@ def test_the_pages_show_these_lines(monkeypatch, capsys):
     said = capsys.readouterr().out
     root = Path(__file__).parents[2]
     assert f"```\n{said}```" in (root / "docs" / "options.md").read_text()
-    assert (
-        f"```\n{''.join(said.splitlines(keepends=True)[:3])}[fused-ce]   ...\n```"
-        in (root / "README.md").read_text()
-    )
+    start = "".join(said.splitlines(keepends=True)[:3])
+    assert f"```\n{start}[fused-ce]   ...\n```" in (root / "README.md").read_text()

@@ -77,8 +77,7 @@ class Training(megatron.Training):
 
     def __init__(self, rank: Rank, model: Model, sharding: Sharding) -> None:
         built = megatron.build(model, rank)
-        distributed = sharding.kind == "megatron"
-        super().__init__(rank, built, wrapped(sharding, built), distributed=distributed, lr=1e-3)
+        super().__init__(rank, built, wrapped(sharding, built), sharding.kind == "megatron", lr=1e-3)
         self.sharding = sharding
         self.generator = torch.Generator().manual_seed(11 + rank.rank)
         self.seen: dict[str, torch.Tensor] = {}

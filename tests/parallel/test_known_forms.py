@@ -343,12 +343,8 @@ def transformer_engines(name: str, stack: contextlib.ExitStack) -> None:
 @pytest.mark.parametrize("name", ["a function", "another's apply", "an edited step"])
 def test_the_loss_of_transformer_engine(rank: Rank, name):
     """Megatron's wrapper calls what transformer_engine.pytorch.cross_entropy defines, or the head stays."""
-    fusion = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}
-    given = {
-        "before": functools.partial(transformer_engines, name),
-        "model": {"extra": fusion},
-        "families": GPT,
-    }
+    fusion = {"extra": {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}}
+    given = {"before": functools.partial(transformer_engines, name), "model": fusion, "families": GPT}
     row = Row(**given) if name == "a function" else unknown(
         ("transformer_engine.parallel_cross_entropy is",), **given
     )  # fmt: skip
@@ -367,12 +363,11 @@ def test_a_log_softmax_that_is_not_known(rank: Rank, place):
         return stock(logits / 2.0, index)
 
     own = place != "a form that is not known"
-    before = {"selective_log_softmax": warmer} if place == "before enable()" else {}
     with pytest.MonkeyPatch.context() as patch:
         if own:
             patch.setattr(rl_utils, "selective_log_softmax", warmer)
         off = rl_utils.get_logprobs(build(Model(), rank), tokens, positions)
-    patched = rl_utils.patched_caller(is_known=own, **before)
+    patched = rl_utils.patched_caller(own, warmer if place == "before enable()" else None)
     with flag() as seen, patched, pytest.MonkeyPatch.context() as patch:
         model = build(Model(), rank)
         if place == "later":

@@ -47,7 +47,7 @@ class Seen:
 
     def __init__(self, row: Row, rank: Rank, on: bool) -> None:
         self.built, self.rank, self.row, self.on = build(row.model, rank), rank, row, on
-        self.caller = megatron.as_called(row.model, self.built)
+        self.caller = megatron.as_called(self.built)
         self.made: list[tuple[Tensor | None, ...]] = []
         generator = torch.Generator().manual_seed(3)
         self.ids = torch.randint(0, VOCAB, (BATCH, SEQUENCE), generator=generator).to(rank.device)
@@ -74,12 +74,9 @@ class Seen:
 
 def by_processor(seen: Seen) -> None:
     """Against the log-softmax of the model's logits."""
-    from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
-
     from megatron_fused_ce import output_processor
 
-    training = megatron.Training(seen.rank, seen.caller)
-    training.zero_grad()
+    ddp = megatron.ddp(seen.caller)
     temperature, active = seen.numbers[0] + 0.5, seen.numbers[1] < 0.7
     upstream, labels = seen.upstream.masked_fill(~active, 0.0), seen.ids.roll(-1, 1)
     if seen.row.num_labels:
@@ -91,27 +88,23 @@ def by_processor(seen: Seen) -> None:
         context["active_mask"] = active
         given = {"output_processor": output_processor, "labels": labels}
         with patch.object(head_tokens, "ROUND_TO", 1):
-            made = training.ddp(seen.ids, *seen.where, output_processor_context=context, **given)
+            made = ddp(seen.ids, *seen.where, output_processor_context=context, **given)
     else:
-        logits = training.ddp(seen.ids, *seen.where, labels=None)
-        z = gather_from_tensor_model_parallel_region(logits).float() / temperature[..., None]
-        log_p = z.log_softmax(-1)
-        entropy = -(log_p.exp() * log_p).sum(-1)
-        entropy = entropy if seen.row.entropy == "differentiable" else entropy.detach()
-        log_prob = log_p.gather(-1, labels.view(BATCH, SEQUENCE, -1))
-        log_prob = log_prob.masked_fill(~active.unsqueeze(-1), 0.0).view(labels.shape)
-        made = log_prob, entropy.masked_fill(~active, 0.0)
+        logits = ddp(seen.ids, *seen.where, labels=None).float() / temperature[..., None]
+        log_prob, entropy = definition(logits, labels, seen.row.entropy)
+        log_prob = log_prob.view(BATCH, SEQUENCE, -1).masked_fill(~active.unsqueeze(-1), 0.0)
+        made = log_prob.view(labels.shape), entropy.masked_fill(~active, 0.0)
     seen.made.append(tuple(made))
     seen.total(made, upstream).backward()
-    training.ddp.finish_grad_sync()
+    ddp.finish_grad_sync()
 
 
 def definition(logits: Tensor, tokens: Tensor, entropy: str) -> tuple[Tensor, Tensor | None]:
-    """Of real logits ``[1, n, V / R]``."""
+    """Of real logits ``[b, n, V / R]``, and tokens ``[b, n]`` or ``[b, n, K]``."""
     from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 
     log_p = gather_from_tensor_model_parallel_region(logits.contiguous()).log_softmax(-1)
-    log_prob = log_p.gather(-1, tokens[..., None])[..., 0]
+    log_prob = log_p.gather(-1, tokens if tokens.dim() == 3 else tokens[..., None]).view(tokens.shape)
     of_all = -(log_p.exp() * log_p).sum(-1)
     return log_prob, {"none": None, "detached": of_all.detach()}.get(entropy, of_all)
 
@@ -217,11 +210,12 @@ class Row:
 
 
 SP: dict[str, Any] = {"sequence_parallel": True}
+MUP: dict[str, Any] = {"extra": megatron.MUP}
 AT_ONCE, BY_SAMPLES = by_logits(at_once), by_logits(by_samples)
 DETACHED, DIFFERENTIABLE = {"entropy": "detached"}, {"entropy": "differentiable"}
 ROWS = {
     "processor tied sp": Row(by_processor, Model(tied=True, **SP), **DETACHED, flag=False),
-    "processor mup fused wgrad": Row(by_processor, Model(mup=True, fused_wgrad=True), **DIFFERENTIABLE),
+    "processor mup fused wgrad": Row(by_processor, Model(**MUP, fused_wgrad=True), **DIFFERENTIABLE),
     "processor fused wgrad sp, two labels": Row(
         by_processor, Model(fused_wgrad=True, **SP), **DETACHED, num_labels=2
     ),
@@ -240,7 +234,7 @@ ROWS = {
     ),
     "get_logprobs bf16 sp": Row(by_get_logprobs, Model(**HALF_SP)),
     "get_logprobs hybrid tied sp": Row(by_get_logprobs, Model(family="hybrid", tied=True, **SP)),
-    "get_logprobs mup mtp 1": Row(by_get_logprobs, Model(mup=True, mtp=1)),
+    "get_logprobs mup mtp 1": Row(by_get_logprobs, Model(**MUP, mtp=1)),
     # The local attention refuses context parallelism: here a part attends to itself, off and on.
     "get_logprobs, a part of the context": Row(by_get_logprobs, positions=SEQUENCE // 2),
 }
@@ -254,7 +248,7 @@ def test_off_against_on(rank: Rank, name):
     have_groups(rank.size)
     off = Seen(row, rank, on=False)
     deferred = row.door in (AT_ONCE, BY_SAMPLES)
-    turn = flag(deferred_logits=deferred, **row.options) if row.flag else megatron.counted()
+    turn = flag(row.flag, deferred_logits=deferred, **row.options)
     with patched_caller() if of_rl else contextlib.nullcontext(), turn as seen:
         on = Seen(row, rank, on=True)
     expected = (6, 0, 0) if model.mtp and rank.size == 1 else row.counts
@@ -298,13 +292,11 @@ def test_multi_token_prediction_beside_it(rank: Rank):
     import megatron_fused_ce
 
     def gradients(**processor: Any) -> dict[str, Tensor]:
-        built = build(Model(mtp=1, fused_wgrad=True), rank)
-        training = megatron.Training(rank, built)
-        training.zero_grad()
-        made = megatron.losses_of(training.ddp, megatron.draw(rank), rank, **processor)
+        (ddp,) = megatron.in_ddp(Model(mtp=1, fused_wgrad=True), rank)
+        made = megatron.losses_of(ddp, megatron.draw(rank), rank, **processor)
         (-made[0] if processor else made).mean().backward()
-        training.ddp.finish_grad_sync()
-        return megatron.gradients_of(built)
+        ddp.finish_grad_sync()
+        return megatron.gradients_of(ddp.module)
 
     have_groups(rank.size)
     right = gradients()

@@ -38,7 +38,7 @@ RANKS = [of_core(2, NEWEST), pytest.param(*of_core(1, NEWEST).values, marks=pyte
 
 
 def no_labels(step: Step) -> Tensor:
-    return step.of_logits(step(labels=False).transpose(0, 1).contiguous())  # [s, b, V]
+    return step.of_logits(step(labels=None).transpose(0, 1).contiguous())  # [s, b, V]
 
 
 def through_processor(step: Step) -> Tensor:
@@ -94,7 +94,7 @@ def directly(step: Step) -> Tensor:
 
 
 def gathered(step: Step) -> Tensor:
-    logits = step(labels=False, runtime_gather_output=True)
+    logits = step(labels=None, runtime_gather_output=True)
     log_probs = logits.float().log_softmax(-1).gather(-1, step.labels.unsqueeze(-1)).squeeze(-1)
     return step.masked(-log_probs)
 
@@ -419,7 +419,7 @@ ROWS = {
     "extended by a known softcap": Row(change=partial(extended, KnownMixin, 2.0)),
     "extended by a known softcap, changed": stays("its forward is", partial(extended, OtherMixin, 2.0)),
     "a known softcap and mup": Row(
-        change=partial(extended, KnownMixin, 0.5), model={"mup": True}, since=(0, 19)
+        change=partial(extended, KnownMixin, 0.5), model={"extra": megatron.MUP}, since=(0, 19)
     ),
     "a known softcap, called within itself": Row(
         (), partial(extended, KnownMixin, 0.05), within_its_own_evaluation, fused=2

@@ -15,7 +15,7 @@ from megatron_fused_ce.plan.shell_script import Reader
 from megatron_fused_ce.plan.shell_words import unknowns
 from tests.support import megatron_scripts
 from tests.support.checkouts import on_checkouts
-from tests.support.random_scripts import Script
+from tests.support.random_scripts import random_script
 
 OPTIONS = [name for action in command._parser(own=False)._actions for name in action.option_strings]
 CASES = re.findall(
@@ -86,7 +86,7 @@ def test_what_is_taken_as_known_is_what_bash_does(tmp_path):
     """Random scripts, each with the file that they test for there and not there: known words are bash's."""
     known = 0
     for seed in range(250):
-        script = "\n".join(Script(seed).lines)
+        script = random_script(seed)
         reader = Reader({}, None, {})
         reader.read(script)
         launches = [words[1:] for words, *_ in reader.found if words[0] == "launch"]
@@ -109,7 +109,8 @@ def test_what_is_taken_as_known_is_what_bash_does(tmp_path):
 @on_checkouts
 def test_megatrons_own_scripts_that_plan(checkout):
     version = megatron_scripts.version(Path(checkout))
-    listed = [row for row in megatron_scripts.rows() if version in row[0]]
-    assert listed, f"tests/plan/megatron_scripts.txt has no Megatron {version}"
-    for _, path, added, sizes in listed:
+    listed = (line.split("; ") for line in megatron_scripts.LIST.read_text().splitlines()[2:])
+    rows = [row for versions, *row in listed if version in versions.split()]
+    assert rows, f"tests/plan/megatron_scripts.txt has no Megatron {version}"
+    for path, added, sizes in rows:
         assert megatron_scripts.found(Path(checkout) / path, added) == sizes, (path, added)

@@ -9,73 +9,46 @@ from __future__ import annotations
 
 import json
 import sys
-import warnings
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig, multi_latent_attention
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_fused_ce.scripts.lib import megatron_cpu
 
 
-def count(case: dict[str, Any], stage: int) -> int:
-    """Of a pipeline stage."""
-    from megatron.core import parallel_state
-
-    world = case["world"]
-    torch.distributed.init_process_group(
-        "fake", store=FakeStore(), rank=stage * world // num_stages(case), world_size=world
-    )
+def count(case: dict[str, Any], rank: int) -> int:
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=case["world"])
     parallel_state.initialize_model_parallel(**case["parallel"], create_gloo_process_groups=False)
-    model = _build(case, parallel_state)
-    parallel_state.destroy_model_parallel()
-    torch.distributed.destroy_process_group()
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def num_stages(case: dict[str, Any]) -> int:
-    return case["parallel"].get("pipeline_model_parallel_size", 1)
-
-
-def _build(case: dict[str, Any], parallel_state: Any) -> torch.nn.Module:
-    from megatron.core.models.gpt import gpt_layer_specs
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
-
     model_parallel_cuda_manual_seed(1)
-    kind = MLATransformerConfig if case["config"].get("multi_latent_attention") else TransformerConfig
-    config = kind(
-        **case["config"],
-        use_cpu_initialization=True,
-        pipeline_dtype=torch.float32,
-        **{name: case["parallel"].get(name, 1) for name in _SIZES},
-    )
+    is_latent = case["config"].get("multi_latent_attention")
+    made = {**case["config"], **case["parallel"], "pipeline_dtype": torch.float32}
+    config = (MLATransformerConfig if is_latent else TransformerConfig)(**made, use_cpu_initialization=True)
     spec = gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False)
-    if kind is MLATransformerConfig:
+    if is_latent:
         # It asks for Transformer Engine's classes, which are not there; Megatron's own attention, which
         # has no parameters, refuses keys wider than values.
-        from megatron.core.transformer import multi_latent_attention
-
         multi_latent_attention.HAVE_TE = False
         for layer in spec.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = torch.nn.Identity
+    mtp = gpt_layer_specs.get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
     first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
-    prediction = None
-    if config.mtp_num_layers and last:
-        prediction = gpt_layer_specs.get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
-    return GPTModel(
-        config, spec, pre_process=first, post_process=last, mtp_block_spec=prediction, **case["model"]
-    )
+    more = {"pre_process": first, "post_process": last, "mtp_block_spec": mtp, **case["model"]}
+    parameters = GPTModel(config, spec, **more).parameters()
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+    return sum(parameter.numel() for parameter in parameters)
 
-
-_SIZES = (
-    *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
-    *("expert_model_parallel_size", "expert_tensor_parallel_size"),
-)
 
 if __name__ == "__main__":
-    warnings.simplefilter("ignore")
     megatron_cpu.install(fused_wgrad=False)
-    counts = [[count(case, stage) for stage in range(num_stages(case))] for case in json.load(sys.stdin)]
+    counts = []
+    for case in json.load(sys.stdin):
+        step = case["world"] // case["parallel"]["pipeline_model_parallel_size"]
+        counts.append([count(case, rank) for rank in range(0, case["world"], step)])
     print("counts", json.dumps(counts))

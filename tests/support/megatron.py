@@ -9,7 +9,7 @@ import io
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,39 +29,20 @@ LOSS_BOUND = 1e-6
 
 #: Where scripts/dev/setup_env.sh puts megatron-core 0.19.2, whose metadata asks for Python 3.12.
 CORE_0_19 = Path(sys.prefix) / "mcore-0.19.2"
-#: What the flag imports of this package.
-ADAPTER = (
-    *("forms", "import_hook", "language_module", "modelopt", "output_processor"),
-    *("report", "rl_logprobs", "stock_path", "switch"),
-)
+#: Every rank finds it imported, and with it what the flag imports of this package.
+CORE = ("megatron.core.distributed", "megatron.core.models.gpt.gpt_layer_specs")
+CORE += ("megatron_fused_ce.adapter.language_module",)
 #: The megatron-core in the environment: 0.16.1 in CI.
-INSTALLED = Environment(
-    "megatron",
-    prepare="tests.support.megatron:prepare",
-    preload=(
-        *Environment().preload,
-        "megatron.core.distributed",
-        "megatron.core.models.gpt.gpt_layer_specs",
-        "megatron.core.models.gpt.gpt_model",
-        "megatron.core.optimizer",
-        "megatron.core.pipeline_parallel.schedules",
-        "megatron.core.transformer.multi_token_prediction",
-        "megatron_fused_ce.head.autograd",
-        *(f"megatron_fused_ce.adapter.{name}" for name in ADAPTER),
-    ),
-)
+INSTALLED = Environment("megatron", prepare=f"{__name__}:prepare", preload=(*Environment().preload, *CORE))
 NEWEST = replace(INSTALLED, name="megatron-0.19.2", path=(str(CORE_0_19),))
 #: Where the same script puts ModelOpt and what it imports. With megatron-core it takes seconds to import.
 MODELOPT = Path(sys.prefix) / "modelopt-0.47.0"
 
 
 def with_modelopt(environment: Environment) -> Environment:
-    return replace(
-        environment,
-        name=f"{environment.name} modelopt",
-        path=(*environment.path, str(MODELOPT)),
-        preload=(*environment.preload, "modelopt.torch.distill.plugins.megatron"),
-    )
+    path, preload = (*environment.path, str(MODELOPT)), "modelopt.torch.distill.plugins.megatron"
+    name = f"{environment.name} modelopt"
+    return replace(environment, name=name, path=path, preload=(*environment.preload, preload))
 
 
 #: A reason for ``Ranks.needs_nccl``.
@@ -131,8 +112,9 @@ class Flag:
 
 
 @contextlib.contextmanager
-def counted() -> Iterator[Flag]:
-    """What happens inside, of which the :class:`Flag` knows at the end."""
+def flag(on: bool = True, deferred_logits: bool = False, trust: Any = (), **options: Any) -> Iterator[Flag]:
+    """What happens inside, of which the :class:`Flag` knows at the end; with the flag ``on``, it has these
+    options of its config. It was off, and is afterwards."""
     import megatron_fused_ce
     from megatron_fused_ce.adapter import say
 
@@ -141,25 +123,15 @@ def counted() -> Iterator[Flag]:
     say._said.clear()
     try:
         with contextlib.redirect_stdout(printed):
-            yield seen
-    finally:
-        seen.counts = counters.fused, counters.materialised, counters.stock
-        seen.said = printed.getvalue().replace("\n[fused-ce]   ", " ")  # each line of the log in one piece
-        print(seen.said, end="")
-
-
-@contextlib.contextmanager
-def flag(*, deferred_logits: bool = False, trust: Any = (), **options: Any) -> Iterator[Flag]:
-    """:func:`counted`, with the flag on and these options of its config; it was off, and is afterwards."""
-    import megatron_fused_ce
-
-    of_heads = {"deferred_logits": deferred_logits, "trust": trust}
-    try:
-        with counted() as seen:
-            megatron_fused_ce.enable(megatron_fused_ce.FusedCEConfig(**options), **of_heads)
+            if on:
+                config = megatron_fused_ce.FusedCEConfig(**options)
+                megatron_fused_ce.enable(config, deferred_logits=deferred_logits, trust=trust)
             yield seen
     finally:
         megatron_fused_ce.disable()
+        seen.counts = counters.fused, counters.materialised, counters.stock
+        seen.said = printed.getvalue().replace("\n[fused-ce]   ", " ")  # each line of the log in one piece
+        print(seen.said, end="")
 
 
 # --- process groups --------------------------------------------------------------------------
@@ -178,21 +150,24 @@ def have_groups(tensor: int, pipeline: int = 1, virtual: int | None = None) -> N
     from megatron.core import parallel_state
 
     global _layout
-    wanted = (tensor, pipeline, virtual)
-    if wanted == _layout and groups <= set(dist.distributed_c10d._world.pg_map):
+    wanted, alive = (tensor, pipeline, virtual), dist.distributed_c10d._world.pg_map
+    if wanted == _layout and groups <= alive.keys():
         return
     parallel_state.destroy_model_parallel()
     # In one order on all ranks, which a set has not: NCCL's end of a communicator waits for the others'.
-    for group in [group for group in dist.distributed_c10d._world.pg_map if group in groups]:
+    for group in [group for group in alive if group in groups]:
         dist.destroy_process_group(group)
-    others = set(dist.distributed_c10d._world.pg_map)
+    others = set(alive)
     parallel_state.initialize_model_parallel(tensor, pipeline, virtual_pipeline_model_parallel_size=virtual)
     groups.clear()
-    groups.update(set(dist.distributed_c10d._world.pg_map) - others)
+    groups.update(alive.keys() - others)
     _layout = wanted
 
 
 # --- models ----------------------------------------------------------------------------------
+
+#: Of :attr:`.Model.extra`: logits are scaled (not in 0.16).
+MUP = {"use_mup": True, "mup_base_hidden_size": 8}
 
 
 @dataclass(frozen=True)
@@ -201,10 +176,9 @@ class Model:
 
     family: str = "gpt"  # gpt or hybrid (MambaModel before 0.18)
     mtp: int = 0
-    virtual: int = 1  # stages on each rank of a pipeline
+    virtual: int | None = None  # stages on each rank of a pipeline; None: one
     tied: bool = False
     sequence_parallel: bool = False
-    mup: bool = False
     fused_wgrad: bool = False
     overlap: bool = False
     dtype: torch.dtype | None = torch.float32
@@ -214,11 +188,18 @@ class Model:
     extra: dict[str, Any] = field(default_factory=dict, hash=False)
 
 
-def core_version() -> tuple[int, int]:
-    import megatron.core
+#: Nothing random, and no fused kernel that a CPU or a bare GPU lacks; 0.15 has no scaling of MTP's loss.
+ALWAYS: dict[str, Any] = dict(
+    hidden_dropout=0.0, attention_dropout=0.0, use_cpu_initialization=True, num_attention_heads=4,
+    add_bias_linear=False, bias_dropout_fusion=False, masked_softmax_fusion=False, persist_layer_norm=False,
+    apply_rope_fusion=False, deallocate_pipeline_outputs=True, mtp_loss_scaling_factor=0.1,
+)  # fmt: skip
 
-    major, minor = megatron.core.__version__.split(".")[:2]
-    return int(major), int(minor)
+
+def core_version() -> tuple[int, int]:
+    from megatron.core import package_info
+
+    return package_info.MAJOR, package_info.MINOR
 
 
 def build(model: Model, rank: Rank, seed: int = 7) -> Any:
@@ -229,206 +210,122 @@ def build(model: Model, rank: Rank, seed: int = 7) -> Any:
 
 def build_stages(model: Model, rank: Rank, seed: int = 7) -> list[Any]:
     """This rank's stages, first to last."""
-    from megatron.core import parallel_state
+    from megatron.core import parallel_state as state
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer import TransformerConfig, multi_token_prediction
 
     if model.fused_wgrad:  # a CPU's ranks have it in Python
         pytest.importorskip("fused_weight_gradient_mlp_cuda", reason="apex's extension is not installed")
-    tensor, pipeline = (
-        getattr(parallel_state, f"get_{kind}_model_parallel_world_size")() for kind in ("tensor", "pipeline")
-    )
-    MTPLossLoggingHelper.tracker.clear()  # as large as an earlier model's number of heads
+    tensor = state.get_tensor_model_parallel_world_size()
+    pipeline = state.get_pipeline_model_parallel_world_size()
+    multi_token_prediction.MTPLossLoggingHelper.tracker.clear()  # as large as an earlier model's
     model_parallel_cuda_manual_seed(seed)
-    more: dict[str, Any] = {"use_mup": True, "mup_base_hidden_size": 8} if model.mup else {}
-    if pipeline > 1:
-        several = model.virtual > 1
-        more |= {"overlap_p2p_comm": several, "batch_p2p_comm": not several}
-        more |= {"virtual_pipeline_model_parallel_size": model.virtual if several else None}
-        more |= {"pipeline_dtype": model.dtype, "deallocate_pipeline_outputs": True}
     config = TransformerConfig(
-        # Nothing random, and no fused kernel that a CPU or a bare GPU lacks.
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        add_bias_linear=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
-        use_cpu_initialization=True,
-        apply_rope_fusion=False,
-        num_layers=max(2, pipeline * model.virtual),
+        num_layers=max(2, pipeline * (model.virtual or 1)),
         hidden_size=model.hidden,
-        num_attention_heads=4,
         gradient_accumulation_fusion=model.fused_wgrad,
         tensor_model_parallel_size=tensor,
         pipeline_model_parallel_size=pipeline,
+        virtual_pipeline_model_parallel_size=model.virtual,
+        pipeline_dtype=model.dtype,
+        overlap_p2p_comm=bool(model.virtual),
+        batch_p2p_comm=not model.virtual,
         sequence_parallel=model.sequence_parallel and tensor > 1,
         mtp_num_layers=model.mtp or None,
-        mtp_loss_scaling_factor=0.1,  # 0.15 has no default
         params_dtype=model.dtype,
         bf16=model.dtype == torch.bfloat16,
         fp16=model.dtype == torch.float16,
-        **more,
-        **model.extra,
+        **ALWAYS | model.extra,
     )
+    shared = {"vocab_size": VOCAB, "max_sequence_length": SEQUENCE, "position_embedding_type": "rope"}
+    shared["share_embeddings_and_output_weights"] = model.tied
     stages = []
-    for stage in range(model.virtual):
-        torch.manual_seed(seed + 100 * stage)
-        own = copy.copy(config)  # as in Megatron's training loop
-        made = _gpt(model, own, stage) if model.family == "gpt" else _hybrid(model, own, rank)
+    for number in range(model.virtual or 1):
+        torch.manual_seed(seed + 100 * number)
+        own, stage = copy.copy(config), number if model.virtual else None  # as in Megatron's training loop
+        layer = gpt_layer_specs.get_gpt_layer_local_spec()
+        mtp = gpt_layer_specs.get_gpt_mtp_block_spec(own, layer, use_transformer_engine=False, vp_stage=stage)
+        if model.family == "hybrid":
+            made = _hybrid(rank, own, layer, mtp, **shared)
+        else:
+            of: dict[str, Any] = {"ignore_virtual": False, "vp_stage": stage}
+            first, last = state.is_pipeline_first_stage(**of), state.is_pipeline_last_stage(**of)
+            ends = {"pre_process": first, "post_process": last, "vp_stage": stage}
+            made = GPTModel(own, layer, mtp_block_spec=mtp, **ends, **shared)
         stages.append(made.to(rank.device, model.dtype or torch.float32))
     return stages
 
 
-def _gpt(model: Model, config: Any, stage: int) -> Any:
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt import gpt_layer_specs
-    from megatron.core.models.gpt.gpt_model import GPTModel
-
-    of: dict[str, Any] = {"ignore_virtual": False, "vp_stage": stage if model.virtual > 1 else None}
-    is_last = parallel_state.is_pipeline_last_stage(**of)
-    spec = gpt_layer_specs.get_gpt_layer_local_spec()
-    mtp_spec = None
-    if model.mtp and is_last:
-        mtp_spec = gpt_layer_specs.get_gpt_mtp_block_spec(
-            config, spec, use_transformer_engine=False, vp_stage=of["vp_stage"]
-        )
-    return GPTModel(
-        config, spec, vocab_size=VOCAB, max_sequence_length=SEQUENCE,
-        pre_process=parallel_state.is_pipeline_first_stage(**of), post_process=is_last,
-        share_embeddings_and_output_weights=model.tied, mtp_block_spec=mtp_spec,
-        position_embedding_type="rope", vp_stage=of["vp_stage"],
-    )  # fmt: skip
-
-
-def _hybrid(model: Model, config: Any, rank: Rank) -> Any:
+def _hybrid(rank: Rank, config: Any, layer: Any, mtp: Any, **shared: Any) -> Any:
+    """Megatron ships its stacks with Transformer Engine's layers alone: here two of GPT's, attention (``*``)
+    with the MLP behind it. No Mamba layer: that needs mamba-ssm's kernels."""
     if rank.device.type == "cuda":
         pytest.importorskip("transformer_engine", reason="HybridModel's last norm is its")
-    shared: dict[str, Any] = dict(
-        vocab_size=VOCAB, max_sequence_length=SEQUENCE, position_embedding_type="rope",
-        share_embeddings_and_output_weights=model.tied,
-    )  # fmt: skip
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
     if core_version() >= (0, 18):
-        from megatron.core.models.hybrid import hybrid_block
+        from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
         from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-        spec = stack_spec(hybrid_block.HybridStack, hybrid_block.HybridStackSubmodules)
-        return HybridModel(config, spec, hybrid_layer_pattern="*-" + "/*-" * model.mtp, **shared)
+        parts = HybridStackSubmodules(attention_layer=layer, mtp_block_spec=mtp)
+        pattern = "**" + "/*" * (config.mtp_num_layers or 0)
+        stack = ModuleSpec(module=HybridStack, submodules=parts)
+        return HybridModel(config, stack, hybrid_layer_pattern=pattern, **shared)
     from megatron.core.models.mamba.mamba_model import MambaModel
-    from megatron.core.ssm import mamba_block
+    from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules
 
-    spec = stack_spec(mamba_block.MambaStack, mamba_block.MambaStackSubmodules)
-    return MambaModel(config, spec, hybrid_override_pattern="*-", **shared)
-
-
-def stack_spec(stack: Any, submodules: Any) -> Any:
-    """Local layers for Megatron's Hybrid and Mamba stacks, which it ships with Transformer Engine's alone.
-
-    Attention (``*``) and MLP (``-``), of the parts of GPT's own local layer spec, and the MTP block where the
-    stack has one (>= 0.17). No Mamba layer: that needs mamba-ssm's kernels.
-    """
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.ssm.mlp_layer import MLPLayer
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-    from megatron.core.transformer import multi_token_prediction as mtp
-    from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
-
-    gpt = get_gpt_layer_local_spec().submodules
-    attention = TransformerLayerSubmodules(
-        input_layernorm=WrappedTorchNorm, self_attention=gpt.self_attention, self_attn_bda=gpt.self_attn_bda
-    )
-    mlp = TransformerLayerSubmodules(pre_mlp_layernorm=WrappedTorchNorm, mlp=gpt.mlp, mlp_bda=gpt.mlp_bda)
-    parts: dict[str, Any] = {
-        "attention_layer": ModuleSpec(module=TransformerLayer, submodules=attention),
-        "mlp_layer": ModuleSpec(module=MLPLayer, submodules=mlp),
-    }
-    if "mtp_block_spec" in {part.name for part in fields(submodules)}:
-        norms = dict.fromkeys(("enorm", "hnorm", "layer_norm"), WrappedTorchNorm)
-        layer = mtp.MultiTokenPredictionLayerSubmodules(
-            **norms, eh_proj=ColumnParallelLinear, mtp_model_layer=None  # built by the stack's pattern
-        )  # fmt: skip
-        block = mtp.MultiTokenPredictionBlockSubmodules(
-            layer_specs=[ModuleSpec(module=mtp.MultiTokenPredictionLayer, submodules=layer)]
-        )
-        parts["mtp_block_spec"] = ModuleSpec(module=mtp.MultiTokenPredictionBlock, submodules=block)
-    return ModuleSpec(module=stack, submodules=submodules(**parts))
+    stack = ModuleSpec(module=MambaStack, submodules=MambaStackSubmodules(attention_layer=layer))
+    return MambaModel(config, stack, hybrid_override_pattern="**", **shared)
 
 
-def ddp(built: Any, **options: Any) -> Any:
-    """The model in Megatron's DDP."""
-    from megatron.core import distributed
-
-    config = distributed.DistributedDataParallelConfig(grad_reduce_in_fp32=True, **options)
-    return distributed.DistributedDataParallel(built.config, config, built)
-
-
-def in_ddp(model: Model, rank: Rank) -> list[Any]:
-    """This rank's stages, first to last, each in Megatron's DDP."""
-    from megatron.core import distributed
-
-    stages = [as_called(model, stage) for stage in build_stages(model, rank)]
-    wrapped = [ddp(stage, overlap_grad_reduce=model.overlap, bucket_size=1) for stage in stages]
-    config = stages[0].config
-    if model.overlap:
-        several = [stage.no_sync for stage in wrapped]
-        config.no_sync_func = several if model.virtual > 1 else several[0]
-    config.finalize_model_grads_func = distributed.finalize_model_grads
-    for stage in wrapped:
-        stage.zero_grad_buffer()
-    return wrapped
-
-
-def as_called(model: Model, built: Any) -> Any:
+def as_called(built: Any) -> Any:
     """As Megatron wraps it: half-precision models in Float16Module."""
     from megatron.core.transformer.module import Float16Module
 
-    return built if model.dtype == torch.float32 else Float16Module(built.config, built)
+    return built if built.config.params_dtype == torch.float32 else Float16Module(built.config, built)
+
+
+def ddp(built: Any, overlap: bool = False, **options: Any) -> Any:
+    """The model in Megatron's DDP, with gradients of zero."""
+    from megatron.core import distributed
+
+    options = {"grad_reduce_in_fp32": True, "overlap_grad_reduce": overlap, "bucket_size": 1, **options}
+    config = distributed.DistributedDataParallelConfig(**options)
+    wrapped = distributed.DistributedDataParallel(built.config, config, built)
+    wrapped.zero_grad_buffer()
+    return wrapped
+
+
+def in_ddp(model: Model, rank: Rank) -> list[Any]:
+    """This rank's stages, first to last, each in Megatron's DDP, for its schedules."""
+    from megatron.core import distributed
+
+    stages = [ddp(as_called(stage), model.overlap) for stage in build_stages(model, rank)]
+    config = stages[0].config
+    if model.overlap:
+        several = [stage.no_sync for stage in stages]
+        config.no_sync_func = several if model.virtual else several[0]
+    config.finalize_model_grads_func = distributed.finalize_model_grads
+    return stages
 
 
 class Training:
     """A model under training by Megatron's Adam: ``model``, ``ddp`` around it, and ``optimizer``."""
 
-    def __init__(
-        self, rank: Rank, model: Any, wrapped: Any = None, *, distributed: bool = False, **options: Any
-    ) -> None:
+    def __init__(self, rank: Rank, model: Any, wrapped: Any = None, distributed: bool = False, **more: Any):
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
         self.rank, self.model = rank, model
         self.ddp = wrapped or ddp(model, use_distributed_optimizer=distributed)
         adam = {"lr": 1e-2, "bf16": model.config.bf16, "params_dtype": model.config.params_dtype}
-        adam |= {"clip_grad": 1.0, "use_distributed_optimizer": distributed, **options}
+        adam |= {"clip_grad": 1.0, "use_distributed_optimizer": distributed, **more}
         self.optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", **adam), [self.ddp])
 
     def zero_grad(self) -> None:
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
-
-    def step(self) -> bool:
-        """The optimizer's; False where it skips."""
-        return bool(self.optimizer.step()[0])
-
-    def state_tensors(self) -> list[torch.Tensor]:
-        """Every parameter of the model and of the optimizer."""
-        kept = [*self.model.parameters(), *self.optimizer.get_parameters()]
-        return [parameter.detach() for parameter in kept]
-
-    def state(self) -> list[torch.Tensor]:
-        """The same, copied."""
-        return [parameter.clone() for parameter in self.state_tensors()]
-
-    def assert_steps(self) -> None:
-        before = self.state()
-        assert self.step()
-        if any(parameter.requires_grad for parameter in self.model.parameters()):
-            assert not all(map(torch.equal, before, self.state())), "no parameter changed"
-
-
-def takes_mask(model: Model) -> bool:
-    """MambaModel takes no loss_mask before 0.17."""
-    return model.family == "gpt" or core_version() >= (0, 17)
 
 
 def positions_and_mask(rank: Rank) -> tuple[torch.Tensor, torch.Tensor]:
@@ -439,26 +336,20 @@ def positions_and_mask(rank: Rank) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def forward(built: Any, rank: Rank, labels: bool, **kwargs: Any) -> Any:
-    ids = torch.arange(BATCH * SEQUENCE).view(BATCH, SEQUENCE).to(rank.device) % VOCAB
-    targets = ids.roll(-1, 1) if labels else None
-    return built(ids, *positions_and_mask(rank), labels=targets, **kwargs)
+    batch = draw(rank)
+    return built(batch.ids, *positions_and_mask(rank), labels=batch.labels if labels else None, **kwargs)
 
 
 def rollout(built: Any, rank: Rank) -> torch.Tensor:
     """Gathered logits of two generation steps of Megatron's: under inference mode, and under ``no_grad``."""
-    from megatron.core.inference.contexts import StaticInferenceContext
+    from megatron.core.inference import contexts, utils
 
-    engine: Any = contextlib.nullcontext
-    if core_version() >= (0, 19):
-        from megatron.core.inference.utils import InferenceMode
-
-        engine = InferenceMode.active
+    is_active: Any = contextlib.nullcontext if core_version() < (0, 19) else utils.InferenceMode.active
     built.eval()
     for mode in (torch.no_grad, torch.inference_mode):
-        with mode(), engine():
-            context = StaticInferenceContext(BATCH, SEQUENCE)
+        with mode(), is_active():
+            context = contexts.StaticInferenceContext(BATCH, SEQUENCE)
             logits = forward(built, rank, False, inference_context=context, runtime_gather_output=True)
-    assert isinstance(logits, torch.Tensor)
     return logits
 
 
@@ -470,11 +361,10 @@ class Batch(NamedTuple):
     mask: torch.Tensor
 
 
-def draw(rank: Rank, generator: torch.Generator | int = 5, kept: float | None = None) -> Batch:
+def draw(rank: Rank, generator: torch.Generator | None = None, kept: float | None = None) -> Batch:
     """A random micro-batch, the labels its tokens shifted; ``kept``: the share of the mask that is 1, else
-    any weights. A generator, or its seed."""
-    if isinstance(generator, int):
-        generator = torch.Generator().manual_seed(generator)
+    any weights."""
+    generator = generator or torch.Generator().manual_seed(5)
     ids = torch.randint(0, VOCAB, (BATCH, SEQUENCE + 1), generator=generator).to(rank.device)
     mask = torch.rand(BATCH, SEQUENCE, generator=generator).to(rank.device)
     return Batch(ids[:, :-1], ids[:, 1:].contiguous(), mask if kept is None else (mask < kept).float())
@@ -482,7 +372,7 @@ def draw(rank: Rank, generator: torch.Generator | int = 5, kept: float | None = 
 
 def losses_of(model: Any, batch: Batch, rank: Rank, **more: Any) -> Any:
     """What the model gives for labels and mask, where it takes one."""
-    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    modules = getattr(model, "modules", list)()
     names = {cls.__name__ for module in modules for cls in type(module).__mro__}  # ModelOpt makes subclasses
     takes_mask = "MambaModel" not in names or core_version() >= (0, 17)
     given = {"labels": batch.labels, **({"loss_mask": batch.mask} if takes_mask else {}), **more}
@@ -493,12 +383,11 @@ def scheduled(step: Any, stages: list[Any], batches: Sequence[Any], **more: Any)
     """What Megatron's schedule gives for a training step of these micro-batches."""
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
-    several, iterators = len(stages) > 1, [iter(batches) for _ in stages]
     given = {"seq_length": SEQUENCE, "micro_batch_size": BATCH, "forward_only": False, **more}
     return get_forward_backward_func()(
         forward_step_func=step,
-        data_iterator=iterators if several else iterators[0],
-        model=stages if several else stages[0],
+        data_iterator=[iter(batches) for _ in stages],
+        model=stages,
         num_microbatches=len(batches),
         **given,
     )
@@ -508,12 +397,6 @@ def gradients_of(built: Any) -> dict[str, torch.Tensor]:
     """What was added up for each parameter, by name: in its ``main_grad`` where it has one."""
     named = {name: getattr(of, "main_grad", of.grad) for name, of in built.named_parameters()}
     return {name: grad.clone() for name, grad in named.items() if grad is not None}
-
-
-def results_of(built: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The loss, and every gradient that its backward leaves, by name."""
-    loss.backward()
-    return {"loss": loss.detach(), **gradients_of(built)}
 
 
 def assert_same(

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_fused_ce.plan.command import setting_of
@@ -16,41 +15,24 @@ from megatron_fused_ce.scripts.dev.megatron_records import version
 LIST = Path(__file__).parents[1] / "plan" / "megatron_scripts.txt"
 #: What a script that its author leaves open may need: a tokenizer's size, and a cluster's.
 ADDED = ("", "--vocab-size 32000", "--vocab-size 32000 --gpus 64", "--vocab-size 32000 --gpus 1024")
-HEAD = (
-    "# Shell scripts of Megatron-LM that plan (tests/support/megatron_scripts.py): versions; path; words",
-    "# added on the command line; GPUs, layers, hidden size, tokens of a sequence that it found.",
-)
 
 
-def found(script: Path, added: str) -> str | None:
-    """GPUs, layers, hidden size and tokens; None if the script cannot be planned."""
+def found(script: Path, added: str) -> str:
+    """GPUs, layers, hidden size and tokens; "" if the script cannot be planned."""
     try:
         one = setting_of(["--from-launch", str(script), *added.split()])
     except (OSError, ValueError, SystemExit):
-        return None
+        return ""
     sizes = (one.parallel.gpus, one.model.num_layers, one.model.hidden_size, one.training.sequence)
     return " ".join(map(str, sizes))
 
 
-def rows() -> Iterator[tuple[list[str], str, str, str]]:
-    """Of the list: versions, path, added words, what is found."""
-    for line in LIST.read_text().splitlines():
-        if not line.startswith("#"):
-            versions, path, added, sizes = line.split("; ")
-            yield versions.split(), path, added, sizes
-
-
-def write(checkouts: list[Path]) -> None:
-    held: dict[tuple[str, str, str], list[str]] = {}
-    for checkout in checkouts:
-        for script in checkout.rglob("*.sh"):
-            path = str(script.relative_to(checkout))
-            tried = ((added, found(script, added)) for added in ADDED)
-            if row := next((row for row in tried if row[1]), None):
-                held.setdefault((path, *row), []).append(version(checkout))
-    lines = [f"{' '.join(held[row])}; {'; '.join(row)}" for row in sorted(held)]
-    LIST.write_text("\n".join([*HEAD, *lines]) + "\n")
-
-
 if __name__ == "__main__":
-    write([Path(name) for name in sys.argv[1:]])
+    held: dict[tuple[str, str, str], list[str]] = {}
+    for checkout in map(Path, sys.argv[1:]):
+        for script in checkout.rglob("*.sh"):
+            tried = ((str(script.relative_to(checkout)), added, found(script, added)) for added in ADDED)
+            if row := next((row for row in tried if row[-1]), None):
+                held.setdefault(row, []).append(version(checkout))
+    lines = [f"{' '.join(held[row])}; {'; '.join(row)}" for row in sorted(held)]
+    LIST.write_text("\n".join([*LIST.read_text().splitlines()[:2], *lines]) + "\n")

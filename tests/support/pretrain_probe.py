@@ -25,9 +25,7 @@ else:
     weights_bytes = None  # Megatron's estimate knows transformers only
 argument_utils.pretrain_cfg_container_from_args(args, model)
 
-NAMES = ("vocab_size", "tensor_model_parallel_size", "sequence_parallel", "world_size", "data_parallel_size")
-NAMES += ("mock_data", "cross_entropy_loss_fusion", "mtp_num_layers")
-found = {name: getattr(args, name) for name in NAMES}
+found = {name: of for name, of in vars(args).items() if isinstance(of, bool | int | None)}
 found |= {"padded_vocab_size": model.vocab_size, "weights_bytes": weights_bytes}
 found |= {"script": os.path.basename(__file__), "config": repr(active_config())}
 print(f"PROBE{json.dumps(found)}", flush=True)

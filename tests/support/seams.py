@@ -27,15 +27,11 @@ class Step:
     ids: Tensor
     labels: Tensor
     mask: Tensor
-    stack: contextlib.ExitStack
 
-    def __call__(self, model: Any = None, labels: bool = True, **given: Any) -> Any:
-        """The model's output for the micro-batch."""
-        model = model or self.model
-        if not labels:
-            return model(self.ids, *megatron.positions_and_mask(self.rank), **given)
+    def __call__(self, model: Any = None, **given: Any) -> Any:
+        """The model's output for the micro-batch: losses, or of ``labels=None`` logits."""
         batch = megatron.Batch(self.ids, self.labels, self.mask)
-        return megatron.losses_of(model, batch, self.rank, **given)
+        return megatron.losses_of(model or self.model, batch, self.rank, **given)
 
     def masked(self, losses: Tensor) -> Tensor:
         return (losses.float() * self.mask).sum() / self.mask.sum()
@@ -55,34 +51,23 @@ Change = Callable[[Any, contextlib.ExitStack], Any]
 
 @dataclass(frozen=True)
 class Row:
-    #: of the log, where a head stays
-    words: tuple[str, ...] = ()
-    #: of a model that was built
-    change: Change | None = None
-    #: makes the loss
-    use: Callable[[Step], Tensor] = lambda step: step.masked(step())
-    #: heads of one forward that are fused, and that stay with Megatron; none is ever materialised
-    fused: int = 1
+    words: tuple[str, ...] = ()  # of the log, where a head stays
+    change: Change = lambda model, stack: None  # of a model that was built
+    use: Callable[[Step], Tensor] = lambda step: step.masked(step())  # makes the loss
+    fused: int = 1  # heads of one forward that are, and that stay with Megatron; none is materialised
     stock: int = 0
-    #: what is there when the model is built
-    before: Callable[[contextlib.ExitStack], Any] = lambda stack: None
-    #: of the error that the flag raises before anything is trained
-    raises: str = ""
-    #: changes of the model: :class:`.Model`'s fields
-    model: dict[str, Any] = field(default_factory=dict)
-    #: of the flag's config
-    options: dict[str, Any] = field(default_factory=dict)
+    before: Callable[[contextlib.ExitStack], Any] = lambda stack: None  # there when the model is built
+    raises: str = ""  # of the error that the flag raises before anything is trained
+    model: dict[str, Any] = field(default_factory=dict)  # changes :class:`.Model`'s fields
+    options: dict[str, Any] = field(default_factory=dict)  # of the flag's config
     families: tuple[str, ...] = ("gpt", "hybrid")
     since: tuple[int, int] = (0, 16)
-    #: every model that is built
-    adopted: bool = True
-    #: gives the digests of functions that the user vouches for
-    trust: Callable[[], Any] = tuple
-    #: norm-relative, of losses and gradients
-    bound: float = GRADIENT_BOUND
+    adopted: bool = True  # every model that is built
+    trust: Callable[[], Any] = tuple  # digests of functions that the user vouches for
+    bound: float = GRADIENT_BOUND  # norm-relative, of losses and gradients
 
 
-def stays(words: str, change: Change | None = None, **others: Any) -> Row:
+def stays(words: str, change: Change = Row.change, **others: Any) -> Row:
     return Row((words,), change, **{"fused": 0, "stock": 1, **others})
 
 
@@ -92,16 +77,14 @@ def step_of(row: Row, rank: Rank, on: bool, family: str = "gpt") -> tuple[dict[s
     made: dict[str, Tensor] = {}
     with contextlib.ExitStack() as stack:
         row.before(stack)
-        turn = megatron.flag(**options, trust=row.trust()) if on else contextlib.nullcontext()
-        raises = contextlib.nullcontext()
-        if row.raises:
-            raises = pytest.raises((ValueError, RuntimeError), match=row.raises)
-        with turn as seen, raises:
+        error = pytest.raises((ValueError, RuntimeError), match=row.raises)
+        raises = error if row.raises else contextlib.nullcontext()
+        with megatron.flag(on, trust=row.trust(), **options) as seen, raises:
             model = megatron.build(Model(family=family, **row.model), rank)
-            if row.change is not None:
-                row.change(model, stack)
-            loss = row.use(Step(rank, model, *megatron.draw(rank, 5, 0.7), stack))
-            made = megatron.results_of(model, loss)
+            row.change(model, stack)
+            loss = row.use(Step(rank, model, *megatron.draw(rank, kept=0.7)))
+            loss.backward()
+            made = {"loss": loss.detach(), **megatron.gradients_of(model)}
     return made, seen
 
 
