@@ -19,7 +19,7 @@ from megatron_fused_ce.scripts.lib import launches, losses, results
 from megatron_fused_ce.scripts.lib import logs as megatron_logs
 from megatron_fused_ce.scripts.lib.logs import GRAD_NORM, Point, Record
 from megatron_fused_ce.scripts.runs import compare as compare_loss
-from megatron_fused_ce.scripts.runs.compare import Figure, Judge, compare, root_mean_square
+from megatron_fused_ce.scripts.runs.compare import Comparison, Figure, root_mean_square
 from tests.support.checkouts import FAKE_PRETRAIN
 from tests.support.commands import run_here
 
@@ -170,7 +170,7 @@ VERDICTS = {
     "other skips in the noise too": (0, "SAME", SKIPS, FEWER_SKIPS, trained(skipped=(1, 2, 25)).log()),
     "nan in one": (1, "(largest at iteration 12) differs: +inf", OURS, SICK.log()),
     "nan in both": (0, "lm loss is nan in both runs on 2 lines, from 12 on", SICK.log(), SICK.log()),
-    "nan alone": (2, "no loss is finite in either", *2 * [re.sub(r"lm loss: \S+", "lm loss: nan", OURS)]),
+    "nan alone": (2, "lm loss is nan in both runs on 40 lines, from 1 on", *2 * [re.sub(r"lm loss: \S+", "lm loss: nan", OURS)]),
     # bounds; a first bound of 1 is none
     "fp32": (1, "bound 1.0e-06", FP32 + OURS, FP32 + changed(5, 1e-5).log()),
     "fp32 and bf16": (0, "SAME", FP32 + OURS, BF16 + changed(5, 1e-5).log()),
@@ -182,7 +182,7 @@ VERDICTS = {
     "a nan in the noise": (1, "lm loss, first 10 differs: +1.0e-02, bound 1.0e-06", OURS, OFF, EARLY_NAN),
     "a noise of none narrows no norm's bound": (0, "SAME", OURS, NORMS_OFF, OURS),
     "no first lines in the noise": (
-        0, "lm loss, first 10: a fixed bound, since no run of --against-noise has such lines", OURS, OURS,
+        0, "lm loss, first 10: a fixed bound, since not all runs have such lines", OURS, OURS,
         RUN.log(20)),
     "a drift": (
         1, "last 100 differs: +1.2e-02, bound 1.0e-02", LONG.log(),
@@ -265,7 +265,7 @@ def test_runs_that_are_the_same_are_called_so():
             found = {"lm loss": [Point(i, round(x, 6), i, 1e-6) for i, x in run.losses.items()]}
             found[GRAD_NORM] = [Point(i, round(x, 3), i, 1e-3) for i, x in run.norms.items()]
             runs[name][seed] = Record(f"{name}-{seed}", curves=found)
-        verdicts[compare(runs, Judge("unfused", "flag", ["te"], by_seed=True)).verdict] += 1
+        verdicts[Comparison("unfused", "flag", ["te"], by_seed=True).of(runs).verdict] += 1
     assert verdicts["DIFFERENT"] <= 4 and verdicts.total() == verdicts["DIFFERENT"] + verdicts["SAME"]
 
 
@@ -362,12 +362,12 @@ def test_pairs_by_seed(tmp_path, what):
 def test_the_committed_runs_keep_their_verdicts():
     """By both windows, whose figures the result has, and by blocks, which were not judged then."""
     content = results.read(ROOT / results.RESULTS / "2026-11-26-h100-80gb-hbm3-paired.json")
-    judge, rows = Judge("unfused", "flag", content["made_by"]["noise"], by_seed=True), content["rows"]
+    judge, rows = Comparison("unfused", "flag", content["made_by"]["noise"], by_seed=True), content["rows"]
     for _, of in itertools.groupby(rows, key=lambda row: row["shape"]):
         of = list(of)
         values = {row["variant"]: dict(zip(row["seeds"], row["differences"], strict=True)) for row in of}
         over = statistics.fmean if "last" in of[0]["shape"] else root_mean_square
-        figure = Figure("loss", "", values, over, judge.bound(losses.YARDSTICK_FACTOR, 0.0, values))
+        figure = Figure("loss", "", values, over, judge._bound(losses.YARDSTICK_FACTOR, 0.0, values))
         assert figure.bound == pytest.approx(of[0]["bound"])
         assert {row["variant"]: figure.is_within(row["variant"]) for row in of} == {
             row["variant"]: row["within"] for row in of
@@ -377,7 +377,7 @@ def test_the_committed_runs_keep_their_verdicts():
     blocks += [{name: way[at][1] for name, way in ways.items()} for at in range(5, len(ways["flag"]))]
     sizes, outside = [{name: {0: x} for name, x in block.items()} for block in blocks], set()
     for at, block in enumerate(blocks):
-        bound = judge.bound(compare_loss.IN_BLOCK, 1e-5, *sizes[: at + 2])
+        bound = judge._bound(compare_loss.IN_BLOCK, 1e-5, *sizes[: at + 2])
         outside |= {name for name, x in block.items() if x > bound}
     errors = ("noise-0.3", "noise-1", "labels", "no-grad-weight", "no-grad-hidden")
     assert outside == {f"planted-{error}" for error in errors}
