@@ -244,7 +244,7 @@ class Comparison:
         for curve in self.pairs:
             self._judge(curve, is_fp32={run.precision for run in of_pair} == {"float32"})
         if self.judged in skipped:
-            bound = self._bound(losses.YARDSTICK_FACTOR, 0.0, skipped, otherwise=0.0)
+            bound = self.bound(losses.YARDSTICK_FACTOR, 0.0, skipped, otherwise=0.0)
             self._add(Figure("skipped steps", "lines", skipped, root_mean_square, bound))
         return self
 
@@ -274,7 +274,7 @@ class Comparison:
                 one = beside if curve in beside.curves else run
                 self.problems.append(f"only {one.name} logs {curve}")
 
-    def _bound(self, times: float, least: float, *values: Values, otherwise: float = math.nan) -> float:
+    def bound(self, times: float, least: float, *values: Values, otherwise: float = math.nan) -> float:
         """So many times the largest noise of these, at the least ``least``; ``otherwise`` without noise."""
         each = [[x for name in self.noise for x in of.get(name, {}).values()] for of in values]
         known = [times * root_mean_square(of) for of in each if of]
@@ -294,7 +294,7 @@ class Comparison:
         )
         at = f"all (largest at iteration {worst.iteration})" if worst.relative() else "all"
         is_all = self.by_seed and " loss " in curve  # a validation
-        bound = self._bound(twice, DRIFT, every, otherwise=DRIFT) if is_all else math.inf
+        bound = self.bound(twice, DRIFT, every, otherwise=DRIFT) if is_all else math.inf
         self._add(Figure(curve, at, every, max, bound))
         if is_all:
             return
@@ -311,13 +311,13 @@ class Comparison:
             size = Pair.apart if self.by_seed else Pair.relative
             last, before = (of_each(pairs, size, fmean, at - LAST + 1, at) for at in (end, end - LAST))
             least, otherwise = (digits, math.nan) if self.by_seed else (DRIFT, DRIFT)
-            bound = self._bound(twice, least, last, before, otherwise=otherwise)
+            bound = self.bound(twice, least, last, before, otherwise=otherwise)
             self._add(Figure(curve, f"last {LAST}", last, fmean, bound))
         part, early = f"first {self.first}", (begin, self.start + self.first - 1, self.first / 2)
         if not self.by_seed:
             first = of_each(pairs, Pair.relative, largest, *early)
             usual, given = FIXED[is_norm][is_fp32], self.first_bounds[is_norm]
-            bound = self._bound(twice, usual if is_norm else losses.LOSS_RESOLUTION, first, otherwise=usual)
+            bound = self.bound(twice, usual if is_norm else losses.LOSS_RESOLUTION, first, otherwise=usual)
             self._add(Figure(curve, part, first, max, bound if given is None else given))
             return
         # A mean over more iterations is nearer to another than they are.
@@ -329,7 +329,7 @@ class Comparison:
         for so_many, (part, of) in enumerate(figures, 1):
             # Of a block by the largest noise of this one, an earlier one or the next.
             times, near = (IN_BLOCK, windows[:so_many]) if so_many > 1 else (twice, [of])
-            bound = self._bound(times, digits, *near) if len(steps) == 1 else math.nan
+            bound = self.bound(times, digits, *near) if len(steps) == 1 else math.nan
             self._add(Figure(curve, part, of, root_mean_square, bound))
 
     def _add(self, figure: Figure) -> None:
@@ -403,8 +403,6 @@ def report(found: Comparison, out: Path, source: Row, console: Console, caption:
             row |= {"within": figure.is_within(name)}
             if found.by_seed and figure.part.startswith(("last ", "first ")):
                 row["on_the_way"] = found.on_the_way(figure.curve, name)
-            elif figure.part.startswith("all"):
-                row["curve"] = [p[1:4] for run in found.pairs[figure.curve][name].values() for p in run]
             rows.append(row)
             if is_shown:
                 cells = f"  {name}", f"{figure.over(name):+.1e}", " ".join(f"{x:+.1e}" for x in differences)

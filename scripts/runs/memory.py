@@ -116,31 +116,26 @@ class Timeline:
     facts: dict[str, Any] = field(default_factory=dict)  # device, versions, commit, command, ...
 
     def states(self) -> Iterable[tuple[int, dict[str, int]]]:
-        """(microseconds, bytes by category) before the first event and after each. One dict, changed."""
+        """(microseconds, bytes by category) before the first event and after each."""
         now = dict.fromkeys(COLOURS, 0) | self.base
         yield 0, now
         for at, num_bytes, category in self.events:
-            now[category] += num_bytes
+            now = now | {category: now[category] + num_bytes}
             yield at, now
 
     def peak(self, category: str | None = None) -> tuple[int, int, dict[str, int]]:
         """(bytes, microseconds, bytes by category there) where the sum, or one category, is largest."""
-        best = (-1, 0, dict[str, int]())
-        for at, now in self.states():
-            size = sum(now.values()) if category is None else now[category]
-            best = (size, at, dict(now)) if size > best[0] else best
-        return best
+        sizes = ((now[category] if category else sum(now.values()), at, now) for at, now in self.states())
+        return max(sizes, key=lambda state: state[0])
 
     def columns(self, num: int) -> tuple[float, list[dict[str, int]]]:
         """(microseconds of a column, the largest state in each) for a picture ``num`` columns wide."""
-        width = max(1, *(at for at, _, _ in self.events), 1) / num
-        found: list[dict[str, int]] = []
+        width, found = max(1, *(at for at, _, _ in self.events), 1) / num, list[dict[str, int]]()
         held = dict.fromkeys(COLOURS, 0)
         for at, now in self.states():
             column = min(max(int(at / width), 0), num - 1)
             found += [held] * (column + 1 - len(found))
-            held = dict(now)
-            found[column] = max(found[column], held, key=lambda state: sum(state.values()))
+            held, found[column] = now, max(found[column], now, key=lambda state: sum(state.values()))
         return width, found + [held] * (num - len(found))
 
 
