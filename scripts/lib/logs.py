@@ -28,8 +28,6 @@ TAIL_BYTES = 65536
 LAUNCHER_LOG = "torchrun.log"
 #: Looked at below a run's folder: torchrun's logs of 1000 ranks are 4000 entries.
 MOST_ENTRIES = 20_000
-#: Of a log.
-MOST_BYTES = 2**36
 
 _NUMBER = r"([-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|(?i:nan|inf)))"
 _IS_NUMBER = re.compile(_NUMBER)
@@ -309,7 +307,7 @@ def read_run(path: Path, name: str) -> Record:
     elif (
         len(
             of := dict.fromkeys(
-                _launch_of(log) for log in logs if record.read(read_text(log, MOST_BYTES, "replace"))
+                _launch_of(log) for log in logs if record.read(read_text(log, 2**36, "replace"))
             )
         )
         > 1

@@ -182,7 +182,6 @@ VERDICTS = {
     # bounds; a first bound of 1 is none
     "fp32": (1, "bound 1.0e-06", FP32 + OURS, FP32 + changed(5, 1e-5).log()),
     "fp32 and bf16": (0, "SAME", FP32 + OURS, BF16 + changed(5, 1e-5).log()),
-    "an own bound": (0, "SAME", OURS, OFF, "--first-bound=0.02"),
     "a late noise excuses no early jump": (
         1, "lm loss, first 10 differs: +1.0e-04, bound 1.0e-06", OURS, changed(5, 1e-4).log(),
         changed(30, 0.2).log()),
@@ -194,13 +193,12 @@ VERDICTS = {
     "a drift": (
         1, "last 100 differs: +1.2e-02, bound 1.0e-02", LONG.log(),
         trained(150, by=lambda step: 0.012 * (step > 50)).log()),
-    "a spike": (0, "SAME", LONG.log(), trained(150, by=lambda step: 0.05 * (90 <= step < 95)).log()),
+    "to and fro": (
+        0, "SAME", LONG.log(), trained(150, by=lambda step: 0.03 * (-1) ** step * (step > 50)).log()),
     "a validation": (
         1, "validation, first 10 differs: +2.5e-03", RUN.log(begin=9) + EVALUATION.format(9, 4),
         OURS + EVALUATION.format(9, 4.01)),
     # what is compared
-    "other ranges": (
-        0, "iterations 13 to 30, on 18 lines or more", RUN.log(stop_after=30), RUN.log(begin=11)),
     "a late start": (
         1, "lm loss, first 10 differs: +1.0e-02, bound 5.0e-04", OURS, changed(21).log(begin=11)),
     "lines too long for the first iterations": (
