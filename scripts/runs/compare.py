@@ -253,9 +253,7 @@ class Comparison:
         curves, most = dict[str, list[Pair]](), sys.float_info.max if name in self.noise else math.inf
         for curve in (curve for curve in beside.curves if curve in run.curves):
             pairs = pairs_of(beside, run, curve)
-            lost = [
-                p.iteration for p in pairs if not math.isfinite(p.reference) and not math.isfinite(p.other)
-            ]
+            lost = [p.iteration for p in pairs if not any(map(math.isfinite, (p.reference, p.other)))]
             if lost and name == self.judged:
                 self.notes.append(f"{curve} is nan in both runs on {len(lost)} lines, from {lost[0]} on")
             curves[curve] = [p for p in pairs if p.iteration not in lost and p.relative() <= most]
@@ -288,23 +286,22 @@ class Comparison:
         """
         pairs, is_norm, twice = self.pairs[curve], curve == GRAD_NORM, losses.YARDSTICK_FACTOR
         mine = [*chain(*pairs[self.judged].values())]
-        worst, every = (
-            max(mine, key=lambda pair: abs(pair.relative())),
-            of_each(pairs, Pair.relative, largest),
-        )
+        worst = max(mine, key=lambda pair: abs(pair.relative()))
         at = f"all (largest at iteration {worst.iteration})" if worst.relative() else "all"
-        is_all = self.by_seed and " loss " in curve  # a validation
-        bound = self.bound(twice, DRIFT, every, otherwise=DRIFT) if is_all else math.inf
+        every, bound = of_each(pairs, Pair.relative, largest), math.inf
+        if is_validation := self.by_seed and " loss " in curve:
+            bound = self.bound(twice, DRIFT, every, otherwise=DRIFT)
         self._add(Figure(curve, at, every, max, bound))
-        if is_all:
+        if is_validation:
             return
         runs = [run for name in (self.judged, *self.noise) for run in pairs.get(name, {}).values()]
         known = [(abs(pair.reference), pair.tolerance) for pair in chain(*runs) if pair.reference]
         # What printed digits can tell: of losses seven, of norms, as a ratio, those behind the point.
-        digits = losses.LOSS_RESOLUTION * max((size for size, _ in known if size < math.inf), default=0.0)
         if is_norm:
             ratios = [tolerance / size for size, tolerance in known]
             digits = max(losses.GRAD_NORM_RESOLUTION, median_low(ratios or [0.0]))
+        else:
+            digits = losses.LOSS_RESOLUTION * max((x for x, _ in known if x < math.inf), default=0.0)
         begin, end = (pick(pair.iteration for pair in mine) for pick in (min, max))
         if not is_norm:
             # Means of few seeds can be near 0 by chance; those of the iterations before seldom are, too.
