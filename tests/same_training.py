@@ -214,7 +214,7 @@ def main(words: list[str]) -> int:
     source["launches"] = launch_all(options, options.runs or runs, more)
     trained = {run.rpartition("-")[0] for run, came in source["launches"].items() if came.startswith("ok")}
     noise = [name for name in STOCK if name in trained and name != REFERENCE]
-    found = compare.series_of(options.out, compare.Judge(REFERENCE, "flag", noise, by_seed=True))
+    found = compare.Comparison(REFERENCE, "flag", noise, by_seed=True).of_folder(options.out)
     status = compare.report(found, options.out, source, Console(highlight=False, width=110), CAPTION)
     for name in (name for name in sorted(found.runs) if name.startswith("planted")):
         outside = [f.what for f in found.figures if name in f.values and not f.is_within(name)]

@@ -20,7 +20,7 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_fused_ce.cli.command_line import UsageError
+from megatron_fused_ce.cli.command_line import UsageError, read_text
 
 GRAD_NORM = "grad norm"
 TAIL_BYTES = 65536
@@ -157,10 +157,10 @@ class Record:
             curve.pop()
         curve.append(point)
 
-    def read(self, lines: Iterable[str]) -> bool:
+    def read(self, text: str) -> bool:
         """One more log, of a later start or another rank; whether it has lines of iterations."""
         self._lines, has_iterations, figures = [], False, self.figures
-        for line in lines:
+        for line in text.splitlines():
             if match := _EXACT.search(line):
                 exact = json.loads(match[1])
                 self._exact[int(exact.pop("iteration"))] = exact
@@ -189,13 +189,6 @@ class Record:
                 figures.status = "out of memory"
         return has_iterations
 
-    def read_file(self, file: Path) -> bool:
-        try:
-            with open(file, errors="replace") as lines:
-                return self.read(lines)
-        except OSError as error:
-            raise UsageError(f"{file}: {error.strerror}") from None
-
     def _iteration(self, last: int, columns: dict[str, str]) -> None:
         if last < self._last:  # forget what an earlier start wrote about this iteration and later ones
             self.restarts.append(last)
@@ -208,22 +201,19 @@ class Record:
         self._last = last
         first = 1 if last == 1 else self._lines[-1] + 1 if len(self._lines) > 1 else None
         self._lines.append(last)
-        losses = {name: text for name, text in columns.items() if name.endswith("loss")}
+        found = {name: text for name, text in columns.items() if name.endswith("loss") or name == GRAD_NORM}
         if num_skipped := int(columns.get("number of skipped iterations", "0")):
             # The mean is over the others. Where all were skipped, newer versions print a loss of 0.
-            self.skipped[last] = num_skipped
-            losses = {name: text for name, text in losses.items() if float(text) != 0.0}
-            first = None
+            self.skipped[last], first = num_skipped, None
+            found = {name: text for name, text in found.items() if name == GRAD_NORM or float(text) != 0.0}
         elif "number of nan iterations" in columns:  # the line's last column
             # Megatron prints no loss that is nan.
-            losses = {**dict.fromkeys(self.training_losses, "nan"), **losses}
+            found = dict.fromkeys(self.training_losses, "nan") | found
         exact = self._exact.get(last, {})
-        firsts = dict.fromkeys(losses, first)
-        if GRAD_NORM in columns:  # of the last iteration alone
-            losses[GRAD_NORM], firsts[GRAD_NORM] = columns[GRAD_NORM], last
-        for name, text in losses.items():
+        for name, text in found.items():
+            of_one = last if name == GRAD_NORM else first  # a norm is of the last iteration alone
             is_exact = name in exact
-            self.add(name, Point(last, exact[name], last) if is_exact else _printed(last, text, firsts[name]))
+            self.add(name, Point(last, exact[name], last) if is_exact else _printed(last, text, of_one))
         if time := columns.get("elapsed time per iteration (ms)"):
             self.figures.iteration_times_ms.append(float(time))
 
@@ -232,7 +222,7 @@ def parse_logs(texts: Iterable[str]) -> Figures:
     """Figures from the logs of a run's ranks (each rank's output apart, so lines are whole)."""
     run = Record("")
     for text in texts:
-        run.read(text.splitlines())
+        run.read(text)
     losses = {name: [point.value for point in curve] for name, curve in run.curves.items()}
     run.figures.grad_norms = losses.pop(GRAD_NORM, [])
     run.figures.losses, run.figures.skipped = losses, [*run.skipped]
@@ -314,7 +304,14 @@ def read_run(path: Path, name: str) -> Record:
         there = f"event files are in {', '.join(events[:3])}" if events else "nor TensorBoard event files"
         raise UsageError(f"{path} has no *.log files, {there}")
     # Restarts are of one launch.
-    elif len(of := dict.fromkeys(_launch_of(log) for log in logs if record.read_file(log))) > 1:
+    elif (
+        len(
+            of := dict.fromkeys(
+                _launch_of(log) for log in logs if record.read(read_text(log, 2**36, "replace"))
+            )
+        )
+        > 1
+    ):
         several = ", ".join(map(str, [*of][:3]))
         raise UsageError(f"{path} holds logs of several runs ({several}): give one of them")
     if not any(record.curves[name] for name in record.training_losses):

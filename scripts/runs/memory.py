@@ -116,32 +116,30 @@ class Timeline:
     facts: dict[str, Any] = field(default_factory=dict)  # device, versions, commit, command, ...
 
     def states(self) -> Iterable[tuple[int, dict[str, int]]]:
-        """(microseconds, bytes by category) before the first event and after each. One dict, changed."""
+        """(microseconds, bytes by category) before the first event and after each."""
         now = dict.fromkeys(COLOURS, 0) | self.base
         yield 0, now
         for at, num_bytes, category in self.events:
-            now[category] += num_bytes
+            now = now | {category: now[category] + num_bytes}
             yield at, now
 
     def peak(self, category: str | None = None) -> tuple[int, int, dict[str, int]]:
         """(bytes, microseconds, bytes by category there) where the sum, or one category, is largest."""
-        best = (-1, 0, dict[str, int]())
-        for at, now in self.states():
-            size = sum(now.values()) if category is None else now[category]
-            best = (size, at, dict(now)) if size > best[0] else best
-        return best
+        sizes = ((now[category] if category else sum(now.values()), at, now) for at, now in self.states())
+        return max(sizes, key=lambda state: state[0])
 
-    def columns(self, num: int) -> tuple[float, list[dict[str, int]]]:
-        """(microseconds of a column, the largest state in each) for a picture ``num`` columns wide."""
-        width = max(1, *(at for at, _, _ in self.events), 1) / num
-        found: list[dict[str, int]] = []
-        held = dict.fromkeys(COLOURS, 0)
+    @property
+    def length_us(self) -> int:
+        return max(1, *(at for at, _, _ in self.events), 1)
+
+    def columns(self) -> list[dict[str, int]]:
+        """The largest state in each column of a picture."""
+        found, held, per_us = list[dict[str, int]](), dict.fromkeys(COLOURS, 0), NUM_COLUMNS / self.length_us
         for at, now in self.states():
-            column = min(max(int(at / width), 0), num - 1)
+            column = min(max(int(at * per_us), 0), NUM_COLUMNS - 1)
             found += [held] * (column + 1 - len(found))
-            held = dict(now)
-            found[column] = max(found[column], held, key=lambda state: sum(state.values()))
-        return width, found + [held] * (num - len(found))
+            held, found[column] = now, max(found[column], now, key=lambda state: sum(state.values()))
+        return found + [held] * (NUM_COLUMNS + 1 - len(found))
 
 
 def _live_blocks(snapshot: dict[str, Any], device: int) -> list[dict[str, Any]]:
@@ -301,24 +299,23 @@ def draw(timelines: Sequence[Timeline], path: Path) -> bool:
     unit, scale = ("GiB", MIB * 1024) if highest > 4096 * MIB else ("MiB", MIB)
     largest = dict.fromkeys(COLOURS, 0)
     for axes, timeline, (size, at, at_peak) in zip(panels[:, 0], timelines, peaks, strict=True):
-        width, columns = timeline.columns(NUM_COLUMNS)
-        of_run = {name: [column[name] for column in (*columns, columns[-1])] for name in COLOURS}
-        largest = {name: max(largest[name], *of_run[name]) for name in COLOURS}
+        columns = timeline.columns()
+        largest = {name: max(largest[name], *(column[name] for column in columns)) for name in COLOURS}
         # In no unit of time: a step whose kernels are waited for is slower than one in training.
         times = [100 * i / NUM_COLUMNS for i in range(NUM_COLUMNS + 1)]
         plain: dict[str, Any] = {"step": "post", "linewidth": 0, "antialiased": False}
         below = [0.0] * len(times)
-        for name in (name for name in COLOURS if any(of_run[name])):
-            above = [low + size / scale for low, size in zip(below, of_run[name], strict=True)]
+        for name in (name for name in COLOURS if any(column[name] for column in columns)):
+            above = [low + column[name] / scale for low, column in zip(below, columns, strict=True)]
             axes.fill_between(times, below, above, color=COLOURS[name], **plain)
             below = above
         axes.axhline(size / scale, color="black", lw=0.8, ls=":")
         text = f"{timeline.name}: peak {size / scale:.2f} {unit}, of it head {at_peak[HEAD] / scale:.2f}"
         axes.text(0.005, 0.985, text, transform=axes.transAxes, ha="left", va="top", fontsize=9)
-        axes.plot([at * 100 / width / NUM_COLUMNS], [size / scale], "v", color="black", ms=4)
+        axes.plot([at * 100 / timeline.length_us], [size / scale], "v", color="black", ms=4)
         beside = {"xycoords": ("data", "axes fraction"), "xytext": (2, 0), "textcoords": "offset points"}
         for when, what in timeline.marks if len(timeline.marks) <= 12 else ():
-            when_is = when * 100 / width / NUM_COLUMNS
+            when_is = when * 100 / timeline.length_us
             axes.axvline(when_is, ymax=0.9, color="black", lw=0.5, alpha=0.5)
             axes.annotate(what, (when_is, 0.885), fontsize=7, va="top", **beside)
         axes.spines[["top", "right"]].set_visible(False)

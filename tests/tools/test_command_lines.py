@@ -89,9 +89,26 @@ plan-head --hidden 4 --vocab 8 --tokens 64 --num-chunks 2 --chunk-tokens 3 | giv
 memory --out /dev/null/x -- torchrun x.py | cannot write to /dev/null/x
 memory --draw /dev/zero | /dev/zero is no regular file
 memory --draw empty | empty
-compare / /dev/null | holds more than
-compare /dev/zero /dev/null | /dev/zero: no regular file
+memory | give a launch after --, or --draw FILE
+memory -- torchrun x.py | needs a GPU, there is none: --draw FILE
+compare / /dev/null | holds more than 20000 files and folders
+compare /dev/zero /dev/null | /dev/zero: no regular file or folder
 compare /proc/self/mem /dev/null | /proc
+compare off.log x.py | has no iteration with a loss
+compare off.log empty-folder | has no *.log files, nor TensorBoard event files
+compare off.log above | event files are in
+compare off.log above/run | install tensorboard
+compare off.log runs | holds logs of several runs
+compare off.log late.log | no loss over the same iterations (off.log 1 to 1, late.log 90
+compare off.log | give two runs, and at most one by
+compare off.log late.log --against-noise x y | at most one by --against-noise
+compare off.log ./runs/../off.log | a run is given twice
+compare --paired runs a b | with --paired two names, and others by
+compare --paired runs a b --against-noise c | no run NAME-SEED of b, c is beside a
+compare --launch off.log -- torchrun x.py | --launch makes the runs itself
+compare --launch -- bash train.sh | give the launch itself
+compare --launch -- torchrun nowhere.py | no training script nowhere.py
+compare --launch -- torchrun x.py --tensorboard-dir=x | leave out --tensorboard-dir
 tests.soak | torchrun --nproc-per-node
 scripts.demo --out /dev/null/x | cannot write to /dev/null/x
 scripts.bench --strategies stroe | strategy is 'stroe'; choose one of auto
@@ -131,6 +148,12 @@ scripts.runs.pretrain --megatron=megatron-lm --variants=other | no other; there 
 """
 
 
+FILES = {"empty": "", "x.py": "", "above/run/events.out.tfevents.1": "", "empty-folder/x": ""}
+LINE = " iteration {}/ 99 | lm loss: 5.0 |\n"
+FILES |= dict.fromkeys(("off.log", "runs/a-1/out.log", "runs/a-2/out.log"), LINE.format(1))
+FILES |= dict.fromkeys(("late.log", "runs/b-1/out.log"), LINE.format(90))
+
+
 @pytest.mark.parametrize("row", REFUSED.strip().splitlines())
 def test_what_is_refused_is_one_line_and_writes_nothing(row, tmp_path, monkeypatch, fake_checkout):
     line, said = row.split(" | ")
@@ -140,8 +163,10 @@ def test_what_is_refused_is_one_line_and_writes_nothing(row, tmp_path, monkeypat
         name, *words = words
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty-folder").mkdir()
-    (tmp_path / "empty").touch()
+    monkeypatch.setitem(sys.modules, "tensorboard.backend.event_processing.event_accumulator", None)
+    for file, text in FILES.items():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(text)
     before = sorted(tmp_path.rglob("*"))
     done = run_here(main_of(name), *words)
     assert done.returncode == 2 and done.stdout == "" and said in done.stderr, done.stderr

@@ -1,20 +1,16 @@
-"""scripts/lib: results on disk, logs, launches that are ended, gloo's groups."""
+"""scripts/lib: results on disk, logs, a refusal that is lifted."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
-import time
 import types
 from pathlib import Path
 
 import pytest
 
 from megatron_fused_ce.cli.command_line import UsageError
-from megatron_fused_ce.scripts.lib import launches, logs, results, runner
+from megatron_fused_ce.scripts.lib import logs, results, runner
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -82,35 +78,6 @@ def test_ways_of_running_out_of_memory():
 
 # --- launches --------------------------------------------------------------------------------
 
-RANK = """
-import signal, time
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-print(1, flush=True)
-time.sleep(600)
-"""
-LAUNCHER = """
-import subprocess, sys, time
-rank = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE, start_new_session=True)
-rank.stdout.readline()
-print(rank.pid, flush=True)
-time.sleep(600)
-"""
-
-
-def test_hung_ranks_are_ended_with_their_launcher():
-    """torchrun gives each rank a session of its own: killing the launcher's group spares them."""
-    words = [sys.executable, "-c", LAUNCHER, RANK]
-    launcher = subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True)
-    rank = Path(f"/proc/{int(launcher.stdout.readline())}/stat")
-    launches.end_launch(launcher, grace_s=0.5)
-    assert launcher.poll() is not None
-    until = time.monotonic() + 5
-    while is_there := rank.exists() and " Z " not in rank.read_text():
-        if time.monotonic() > until:
-            os.kill(int(rank.parent.name), 9)
-            break
-    assert not is_there, "the rank outlived end_launch"
-
 
 def test_lifted_refusal_leaves_the_rest_of_the_check():
     def validate_args(args, defaults):
@@ -121,26 +88,3 @@ def test_lifted_refusal_leaves_the_rest_of_the_check():
     runner.lift_te_refusal(arguments := types.SimpleNamespace(validate_args=validate_args))
     args = arguments.validate_args(types.SimpleNamespace(cross_entropy_fusion_impl="te"), {"a": 1})
     assert (args.cross_entropy_fusion_impl, args.checked) == ("te", {"a": 1})
-
-
-# --- gloo ------------------------------------------------------------------------------------
-
-ALONE = """
-import datetime, sys, threading
-import torch, torch.distributed as dist
-from megatron_fused_ce.scripts.lib import gloo
-gloo.use_one_thread()
-timeout = datetime.timedelta(seconds=77)
-dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 1), rank=0, world_size=1, timeout=timeout)
-options = dist.group.WORLD._get_backend(torch.device("cpu")).options
-print(options._threads, options._timeout.total_seconds())
-threading.Thread(target=threading.Event().wait).start()  # would keep Python from ending
-gloo.leave()
-"""
-
-
-def test_groups_have_one_worker_thread(tmp_path):
-    """All else that a group was asked for is kept."""
-    words = [sys.executable, "-c", ALONE, str(tmp_path / "store")]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout) == (0, "1 77.0\n"), done.stderr

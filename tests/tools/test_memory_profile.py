@@ -137,14 +137,6 @@ def a_step():
     return traced((1000, f"{LINEAR}:__init__ x.py:get_model"), (70, "somewhere.py:f"), *steps, num_before=2)
 
 
-def test_a_step():
-    timeline, there = a_step(), {WEIGHTS: 1000, OTHER: 70, LAYERS: 300, HEAD: 5200}
-    assert timeline.base == {WEIGHTS: 1000, OTHER: 70} and timeline.unaccounted_bytes == 0
-    assert timeline.peak() == (sum(there.values()), 2000, dict.fromkeys(COLOURS, 0) | there)
-    assert timeline.peak(HEAD)[0] == 5200 and timeline.peak(NATIVE)[:2] == (40, 4000)
-    assert [size for _, size, _ in timeline.events] == [300, 5000, 200, -5000, 40, -70, -300, -200]
-
-
 # --- a launch -----------------------------------------------------------------------------------
 
 TOKENS, VOCABULARY = 512, 2048  # of a micro-batch
@@ -198,20 +190,15 @@ def test_logits_of_a_rank():
     assert runner.num_logits(args) == 64 * 256
 
 
-#: Words of the answer -> the command's.
-REFUSED = {
-    "give a launch after --": [],
-    "nowhere.json: No such file": ["--draw", "nowhere.json"],
-    "leave out -m my.runner": ["--", "torchrun", "-m", "my.runner", __file__],
-    "ended before step 3: raise --train-iters": ["--", sys.executable, __file__],
-}
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_bad_input_is_one_line_and_status_2(no_gpu_asked_for, tmp_path, monkeypatch, message):
+def test_launches_without_a_profile(no_gpu_asked_for, tmp_path, monkeypatch):
     monkeypatch.setattr(launches, "RUNNER", NOTHING)
-    done = run_here(memory.main, "--out", tmp_path / "out", *REFUSED[message])
-    assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1
+    torchruns, own = [sys.executable, __file__], ["torchrun", "-m", "my.runner", __file__]
+    for words, said in (
+        (torchruns, "ended before step 3: raise --train-iters"),
+        (own, "leave out -m my.runner"),
+    ):
+        done = run_here(memory.main, "--out", tmp_path / "out", "--", *words)
+        assert done.returncode == 2 and said in done.stderr and len(done.stderr.splitlines()) == 1
     assert not (tmp_path / "out" / "memory_profile.json").exists()
 
 
