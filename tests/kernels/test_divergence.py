@@ -248,7 +248,7 @@ def test_confident_sides(rows, kind, sides, device, monkeypatch):
             vocab, raised, sides, rows=num_rows, device=device, kind=kind, temperature=temperature
         )
         scale = {"scale": 1 / temperature}
-        logits = (of.t()[kept].contiguous() for of in (problem.weight, problem.teacher_weight))
+        logits = (of.t()[kept].contiguous() for of in (problem.weight, problem.teacher[1]))
         args = *as_sides(*logits, (scale, scale)), of_kind["divergence"], of_kind.get("beta", 0.5), None
         out = torch.empty_like(args[0].logits)
         rows.divergence_gradients(*args, rows.divergence_sums(*args)[1], out)

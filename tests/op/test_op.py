@@ -11,9 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy
 from megatron_fused_ce.scripts.lib.reference import HeadInputs, make_inputs, relative_error
-from tests.support.head import strategy_in_place
 from tests.support.losses import assert_close, problem, truth
-from tests.support.op import DTYPES, STRATEGIES, RoundedFactors, gemm_flops, leaves, run
+from tests.support.op import DTYPES, STRATEGIES, RoundedFactors, gemm_flops, leaves, run, strategy_in_place
 
 
 def plain(device, dtype=torch.float32, **changes):

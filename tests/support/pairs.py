@@ -16,7 +16,7 @@ from tests.support.losses import LOSS_OPTIONS
 
 DTYPES = ("float32", "bfloat16", "float16")
 STRATEGIES = ("store", "recompute", "grad_in_forward", "mixed")
-#: Of :class:`.FusedCEConfig`, by name; sizes are those of the smaller vocabulary of tests/support/head.py.
+#: Of :class:`.FusedCEConfig`, by name; sizes are those of the smaller vocabulary of tests/support/op.py.
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     **LOSS_OPTIONS,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,10 +16,9 @@ from torch import Tensor
 from megatron_fused_ce import FusedCEConfig
 from megatron_fused_ce.head.autograd import linear_cross_entropy
 from megatron_fused_ce.head.call import Call
-from megatron_fused_ce.head.grad_weight import InPlaceGradWeight
-from megatron_fused_ce.scripts.lib.reference import FLOOR, KINDS, HeadInputs, make_inputs, relative_error
-from tests.support.op import DTYPES
-from tests.support.ranks import Rank, RankProcesses
+from megatron_fused_ce.scripts.lib.reference import FLOOR, KINDS, HeadInputs, make_inputs, plain_head
+from tests.support.losses import assert_within
+from tests.support.op import DTYPES, Parts, open_main_grad
 from tests.support.roundings import Roundings
 
 LABELS = ("any", "one", "edges", "outside")
@@ -124,15 +123,14 @@ def laid_out(x: Tensor, how: str) -> Tensor:
 
 # --- a call ----------------------------------------------------------------------------------
 
-#: Results by name: ``grad_hidden``, ``grad_weight``, and per token ``[b, s]`` whatever else.
-Parts = dict[str, Tensor]
-#: Called like fused_linear_cross_entropy; gives results per token in the labels' shape.
-HeadFunction = Callable[..., Parts]
+
+def loss_of(*args: Any, **options: Any) -> Parts:
+    return {"loss": linear_cross_entropy(Call(*args, **options)).loss}
 
 
 def run(
     problem: DrawnProblem,
-    head: HeadFunction,
+    head: Callable[..., Parts] = loss_of,
     upstreams: Parts | None = None,
     inputs: HeadInputs | None = None,
     rank: int = 0,
@@ -140,6 +138,7 @@ def run(
 ) -> Parts:
     """This rank's part: what the head gives ``[b, s]`` and the gradients of its tokens and rows.
 
+    ``head`` is called like fused_linear_cross_entropy; gives results per token in the labels' shape.
     ``upstreams`` of the results that have one, None for the loss's own; ``inputs`` where they are not the
     problem's.
     """
@@ -169,7 +168,7 @@ def run(
     if problem.main_grad:
         dtype = torch.float32 if problem.main_grad == "fp32" else problem.dtype
         main_grad = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
-        options["open_grad_weight"] = partial(open_main_grad, main_grad)
+        options["open_grad_weight"] = functools.partial(open_main_grad, main_grad)
     made = head(given, weight, labels, **options)
     if problem.flat:
         made = {name: value.view(problem.s, problem.b).t() for name, value in made.items()}
@@ -183,113 +182,61 @@ def run(
     return {**made, "grad_hidden": hidden.grad, "grad_weight": grad_weight}
 
 
-def loss_of(*args: Any, **options: Any) -> Parts:
-    return {"loss": linear_cross_entropy(Call(*args, **options)).loss}
-
-
-def run_part(rank: Rank, problem: DrawnProblem) -> dict[str, Any]:
-    """This rank's part of the loss and gradients, to be sent."""
-    made = run(problem, loss_of, rank=rank.rank, group=rank.group)
-    # As arrays: a tensor would travel as a file descriptor.
-    return {name: (value.dtype, value.float().numpy()) for name, value in made.items()}
-
-
-def run_on_shards(problem: DrawnProblem) -> Parts:
-    """The whole result of a problem, each shard on a rank of its own."""
-    with RankProcesses(len(problem.shards)) as world:
-        sent = world.run(run_part, problem)
-    return joined(problem, [
-        {name: torch.from_numpy(array).to(dtype) for name, (dtype, array) in part.items()} for part in sent
-    ])  # fmt: skip
-
-
-def joined(problem: DrawnProblem, received: list[Parts]) -> Parts:
-    """The whole result of the ranks' parts; what all ranks have is equal."""
-    first, *others = received
-    whole = ["loss"] if problem.sequence_parallel else ["loss", "grad_hidden"]
-    for name in whole:
-        for other in others:
-            assert same_bits(first[name], other[name]), f"the ranks' {name} differs"
-    parts = {name: [one[name] for one in received] for name in ("grad_hidden", "grad_weight", "loss")}
-    cut = {name: torch.cat(values) for name, values in parts.items() if name not in whole}
-    return {**{name: first[name] for name in whole}, **cut}
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """NaN too is equal to itself."""
-    return torch.equal(a.float().view(torch.int32), b.float().view(torch.int32))
-
-
-def open_main_grad(main_grad: Tensor, weight: Tensor, num_gemms: int, scaled: bool) -> InPlaceGradWeight:
-    return InPlaceGradWeight(main_grad, scaled, lambda: None)
-
-
 # --- what is held against fp64 ---------------------------------------------------------------
 
 #: Evaluates the definition: in a dtype, with roundings moved at random or as they fall.
 Evaluate = Callable[[torch.dtype, Roundings | None], Parts]
-#: Draws of roundings: the first number, and more where the error is above what they allow.
-DRAWS = (8, 64, 512)
 
 
-def check(problem: DrawnProblem, result: Parts, evaluate: Evaluate) -> float:
-    """Every part within the bound of its dtype; gives the largest error over its bound.
-
-    The bound is the one of every test: twice eager PyTorch's error or the dtype's floor. Where a problem is
-    so small that eager's error is luck, twice the largest error of some draws of the roundings that the
-    definition has in that dtype.
-    """
+def check(problem: DrawnProblem, result: Parts, evaluate: Evaluate | None = None) -> float:
+    """Every part of ``result`` `assert_within`, moved roundings among its bounds; ``evaluate``: of another
+    definition than the loss's."""
     inputs, dtype = problem.inputs(), problem.dtype
+    if evaluate is None:
+        evaluate = lambda *how: plain_head(inputs, *how)._asdict()  # noqa: E731
     exact, eager = evaluate(torch.float64, None), evaluate(dtype, None)
-    drawn: list[Parts] = []
-    worst = 0.0
-    for name, select in comparable(inputs, result, eager).items():
-        value, true, yardstick = (select(parts[name]) for parts in (result, exact, eager))
-        if not value.numel() or float(true.abs().amax()) > torch.finfo(value.dtype).max / 4:
-            continue
-        error, of_eager = relative_error(value, true), relative_error(yardstick, true)
-        bound = max(2 * of_eager if math.isfinite(of_eager) else 0.0, floor(name, true, dtype))
-        if not error <= bound:
-            for seed in range(DRAWS[-1]):
-                if seed in DRAWS and error <= bound:
-                    break
-                if seed == len(drawn):
-                    roundings = Roundings(inputs, seed, problem.shards)
-                    drawn.append(evaluate(torch.float64, roundings))
-                bound = max(bound, 2 * relative_error(select(drawn[seed][name]), true))
-        if error > bound >= 1:  # zeros would pass: the roundings leave no digit
-            assert value.isfinite().all()
-            continue
-        assert error <= bound, f"{name}: error {error:.3e} above {bound:.3e}"
-        worst = max(worst, error / bound)
-    return worst
+    selected = comparable(inputs, result, eager)
 
+    def of(parts: Parts) -> Parts:
+        return {name: select(parts[name]) for name, select in selected.items()}
 
-def floor(name: str, true: Tensor, dtype: torch.dtype) -> float:
-    """The dtype's; log-probabilities and their like are logarithms, and their floor is that of 1."""
-    if name in ("loss", "grad_hidden", "grad_weight"):
-        return FLOOR[dtype]
-    return FLOOR[dtype] * max(1.0, true.numel() ** 0.5 / (float(true.norm()) or 1.0))
+    @functools.cache
+    def drawn(seed: int) -> Parts:
+        return of(evaluate(torch.float64, Roundings(inputs, seed, problem.shards)))
+
+    floors = {}
+    for name, true in of(exact).items():
+        if not true.numel() or float(true.abs().amax()) > torch.finfo(result[name].dtype).max / 4:
+            del selected[name]
+        elif name not in ("loss", "grad_hidden", "grad_weight"):
+            # Logarithms, whose floor is that of 1.
+            floors[name] = FLOOR[dtype] * max(1.0, true.numel() ** 0.5 / (float(true.norm()) or 1.0))
+    return assert_within(of(result), of(exact), of(eager), dtype, floors, drawn)
 
 
 def comparable(inputs: HeadInputs, result: Parts, eager: Parts) -> dict[str, Callable[[Tensor], Tensor]]:
     """Of each part the entries that have a right answer.
 
-    A token whose logits the dtype cannot hold has no gradient to be held against; its loss is right or not
-    finite, and where eager's is not finite, free (-inf is a class that takes no part). For a label outside
-    the vocabulary the loss counts the logits as large as the largest: free where rounding decides that.
+    A token whose logits the dtype cannot hold, or fp32 once they are scaled (smoothing: summed), has no
+    gradient to be held against; its loss is right or not finite, and where eager's is not finite, free (-inf
+    is a class that takes no part). For a label outside the vocabulary the loss counts the logits as large as
+    the largest: free where rounding decides that.
     """
-    held = holds_logits(inputs)
+    options, labels, info = inputs.config, inputs.labels, torch.finfo(inputs.hidden.dtype)
+    num_rows = inputs.weight.shape[0]
+    logits, scaled = largest_logits(inputs)
+    summands = num_rows if options.label_smoothing else 1
+    held = (logits < info.max / 2) & (scaled < 2.0**126 / summands)
+    outside = (labels < 0) | (labels >= (options.true_vocab_size or num_rows))
     selected: dict[str, Callable[[Tensor], Tensor]] = {}
     for name, value in result.items():
         if not name.startswith("grad"):
-            finite = torch.isfinite(value)
-            expected = held & torch.isfinite(eager[name])
-            assert bool((finite | ~expected).all()), f"{name} is not finite"
-            told = finite & (held | torch.isfinite(eager[name]))
+            finite, expected = torch.isfinite(value), torch.isfinite(eager[name])
+            assert bool((finite | ~held | ~expected).all()), f"{name} is not finite"
+            told = finite & (held | expected)
             if name in ("loss", "log_prob"):
-                told &= ~_ties_by_rounding(inputs)
-            selected[name] = partial(torch.masked_select, mask=told)
+                told &= ~(outside & (scaled * info.eps > 1))
+            selected[name] = functools.partial(torch.masked_select, mask=told)
         elif holds_gradients(inputs) and name == "grad_hidden":
             selected[name] = lambda grad: grad.transpose(0, 1)[held]
         elif holds_gradients(inputs) and bool(held.all()):
@@ -297,45 +244,31 @@ def comparable(inputs: HeadInputs, result: Parts, eager: Parts) -> dict[str, Cal
     return selected
 
 
-def _ties_by_rounding(inputs: HeadInputs) -> Tensor:
-    """Tokens ``[b, s]`` with a label that is no class and logits that are rounded by 1 or more."""
-    num_classes = inputs.config.true_vocab_size or inputs.weight.shape[0]
-    outside = (inputs.labels < 0) | (inputs.labels >= num_classes)
-    _, scaled = largest_logits(inputs)
-    return outside & (scaled * torch.finfo(inputs.hidden.dtype).eps > 1)
+def scale_of(inputs: HeadInputs) -> Tensor:
+    """What a logit is multiplied by, in size: of each token ``[b, s]``, or one number."""
+    temperature = 1.0 if inputs.temperature is None else inputs.temperature.double()
+    return torch.as_tensor(abs(inputs.logit_scale) / temperature)
 
 
 def largest_logits(inputs: HeadInputs) -> Tensor:
     """Of each token ``[b, s]``, before and after scale and temperature ``[2, b, s]``; fp64."""
     logits = (inputs.hidden.double() @ inputs.weight.double().t()).abs().amax(-1).t()
-    return torch.stack((logits, logits * abs(inputs.logit_scale) * _inv_temperature(inputs)))
-
-
-def _inv_temperature(inputs: HeadInputs) -> Tensor:
-    """``[b, s]``, or 1."""
-    return torch.ones(()) if inputs.temperature is None else inputs.temperature.double().reciprocal()
-
-
-def holds_logits(inputs: HeadInputs) -> Tensor:
-    """Tokens ``[b, s]`` whose logits are finite in their dtype and, scaled (smoothing: summed), in fp32."""
-    logits, scaled = largest_logits(inputs)
-    summands = inputs.weight.shape[0] if inputs.config.label_smoothing else 1
-    return (logits < torch.finfo(inputs.hidden.dtype).max / 2) & (scaled < 2.0**126 / summands)
+    return torch.stack((logits, logits * scale_of(inputs)))
 
 
 def holds_gradients(inputs: HeadInputs) -> bool:
     """Whether there is room for what is on the way to the gradients (docs/math.md, Precision)."""
     options = inputs.config
     largest = float(inputs.weight.abs().max())
-    scale = abs(inputs.logit_scale) * float(_inv_temperature(inputs).max())
-    upstream = float(inputs.grad_loss.abs().max()) * max(1.0, scale)
+    scale = max(1.0, float(scale_of(inputs).max()))
+    upstream = float(inputs.grad_loss.abs().max()) * scale
     waits = options.strategy in ("grad_in_forward", "auto")
     lse = float(largest_logits(inputs)[1].max()) + math.log(inputs.weight.shape[0])
     if inputs.hidden.dtype != torch.float16:
         # Shards' parts, which may cancel; eager's are of upstream gradients of about 1.
         summed = inputs.labels.numel() * float(inputs.hidden.abs().max())
         factor = (1 + 2 * options.z_loss * lse) * max(upstream, float(waits))
-        return factor * max(1.0, scale) * max(largest, summed) < 2.0**126
+        return factor * scale * max(largest, summed) < 2.0**126
     fits = 2 * upstream * largest < 2.0**14 and (largest <= 2.0**8 or not waits)
     return fits and 2 * options.z_loss * min(lse, options.logit_softcap or lse) <= 2
 
