@@ -25,7 +25,6 @@ from tests.support.distillation import (
     assert_right,
     confident,
     exact_rows,
-    fused,
     make_problem,
     of_logits,
     plain,
@@ -43,6 +42,7 @@ from tests.support.op import (
     open_main_grad,
     promises,
     rows_by,
+    step,
     strategy_in_place,
 )
 
@@ -53,9 +53,14 @@ BACKENDS = ("triton",) if ON_GPU else ("torch", "triton")
 OTHER = {torch.float32: torch.bfloat16, torch.bfloat16: torch.float32, torch.float16: torch.bfloat16}
 
 
-def run(problem, strategy="store", num_chunks=3, rows="auto", **config) -> Parts:
+def run(problem, strategy="store", num_chunks=3, rows="auto", token_weights=None, **config) -> Parts:
+    """``grad_in_forward`` is told what the upstream is 1.5 times of."""
+    options = {}
+    if strategy == "grad_in_forward":
+        options["token_weights"] = problem.grad_loss / 1.5 if token_weights is None else token_weights
     with strategy_in_place(strategy) as name, rows_by(rows):
-        return fused(problem, replace(problem.config, strategy=name, num_chunks=num_chunks, **config))
+        config = replace(problem.config, strategy=name, num_chunks=num_chunks, **config)
+        return step(problem, partial(problem.ask, config=config, **options))
 
 
 def call_of(problem: DistillationProblem, operands, config: FusedCEConfig, **call) -> Call:
@@ -275,11 +280,10 @@ def test_an_ignored_label_of_a_call_without_labels(device):
 def test_a_promise_kept_and_broken(kind, device):
     """Token weights that the upstream gradient is a multiple of, and others."""
     problem = make_problem(kind=kind, with_labels=True, label_weights=0.5, temperature=2.0, device=device)
-    config = replace(problem.config, strategy="grad_in_forward", num_chunks=3)
     with promises(kept=1):
-        assert_right(problem, fused(problem, config, token_weights=-2 * problem.grad_loss))
+        assert_right(problem, run(problem, "grad_in_forward", token_weights=-2 * problem.grad_loss))
     with pytest.warns(UserWarning, match="upstream gradient"), promises(kept=0, remade=1):
-        assert_right(problem, fused(problem, config, token_weights=problem.grad_loss.exp()))
+        assert_right(problem, run(problem, "grad_in_forward", token_weights=problem.grad_loss.exp()))
 
 
 def test_a_budget(device):
