@@ -18,12 +18,11 @@ from megatron_fused_ce.head.autograd import linear_cross_entropy
 from megatron_fused_ce.head.call import Call
 from megatron_fused_ce.scripts.lib.reference import FLOOR, KINDS, HeadInputs, make_inputs, plain_head
 from tests.support.losses import assert_within
-from tests.support.op import DTYPES, Parts, open_main_grad
+from tests.support.op import DTYPES, STRATEGIES, Parts, open_main_grad
 from tests.support.roundings import Roundings
 
-LABELS = ("any", "one", "edges", "outside")
-UPSTREAMS = ("normal", "mask", "one token", "zeros", "equal", "uneven")
-STRATEGIES = ("store", "grad_in_forward", "recompute", "auto")
+LABELS = ("any", "edges", "outside")
+UPSTREAMS = ("normal", "mask", "zeros", "equal", "uneven")
 STRIDES = ("contiguous", "transposed", "columns of more", "every second row", "expanded")
 
 
@@ -58,67 +57,45 @@ class DrawnProblem:
         return sum(self.shards)
 
     def inputs(self) -> HeadInputs:
-        """Contiguous, over the whole vocabulary."""
+        """Contiguous, over the whole vocabulary; labels as int32 has them, too."""
         sizes = {"s": self.s, "b": self.b, "hidden_size": self.hidden_size, "vocab": self.vocab}
         made = make_inputs(self.values, **sizes, dtype=torch.float32, seed=self.seed)
-        generator = torch.Generator().manual_seed(self.seed + 1)
+        generator, shape = torch.Generator().manual_seed(self.seed + 1), made.labels.shape
         largest = torch.finfo(self.dtype).max / 2
         hidden, weight = (
             (x * 2.0**bits).clamp(-largest, largest).to(self.dtype)
             for x, bits in ((made.hidden, self.log2_hidden), (made.weight, self.log2_weight))
         )
-        labels, upstream = self._labels(made.labels, generator), self._upstream(made.grad_loss, generator)
+        labels, ends = made.labels.clamp(max=2**31 - 1), torch.tensor(self.shards).cumsum(0)
+        if self.labels != "any":
+            edges = torch.cat((ends - 1, ends[:-1], torch.tensor([0])))
+            outside = torch.tensor([-1, -100, self.vocab, self.vocab + 1, 2**31 - 1])
+            ids = edges if self.labels == "edges" else outside
+            labels = ids[torch.randint(0, len(ids), shape, generator=generator)]
+        normal = made.grad_loss
+        upstream = {
+            "normal": normal,
+            "mask": (torch.rand(shape, generator=generator) < 0.7).float(),
+            "zeros": torch.zeros(shape),
+            "equal": torch.ones(shape),
+            "uneven": normal * 2.0 ** torch.randint(-12, 13, shape, generator=generator),
+        }[self.upstream] * 2.0**self.log2_upstream
         temperature = None
         if self.temperature:
-            drawn = torch.rand((1, 1) if self.temperature == "number" else labels.shape, generator=generator)
-            temperature = (2 * drawn - 0.7).exp().expand(labels.shape).contiguous()
-        upstream = upstream * 2.0**self.log2_upstream
+            drawn = torch.rand((1, 1) if self.temperature == "number" else shape, generator=generator)
+            temperature = (2 * drawn - 0.7).exp().expand(shape).contiguous()
         return HeadInputs(hidden, weight, labels, upstream, self.config.logit_scale, self.config, temperature)
-
-    def token_weights(self, inputs: HeadInputs) -> Tensor:
-        """What ``grad_in_forward`` is promised."""
-        return inputs.grad_loss * -(2.0**-self.log2_promise)
-
-    def _labels(self, drawn: Tensor, generator: torch.Generator) -> Tensor:
-        """As int32 has them, too."""
-        firsts = torch.tensor(self.shards).cumsum(0)
-        ids = {
-            "one": drawn.flatten()[:1],
-            "edges": torch.cat((firsts - 1, firsts[:-1], torch.tensor([0]))),
-            "outside": torch.tensor([-1, -100, self.vocab, self.vocab + 1, 2**31 - 1]),
-        }.get(self.labels, drawn.flatten())
-        if self.labels != "any":
-            drawn = ids[torch.randint(0, len(ids), drawn.shape, generator=generator)]
-        return drawn.clamp(max=2**31 - 1)
-
-    def _upstream(self, normal: Tensor, generator: torch.Generator) -> Tensor:
-        one = torch.zeros_like(normal)
-        one.view(-1)[self.seed % one.numel()] = 1.5
-        return {
-            "normal": normal,
-            "mask": (torch.rand(normal.shape, generator=generator) < 0.7).float(),
-            "one token": one,
-            "zeros": torch.zeros_like(normal),
-            "equal": torch.ones_like(normal),
-            "uneven": normal * 2.0 ** torch.randint(-12, 13, normal.shape, generator=generator),
-        }[self.upstream]
 
 
 def laid_out(x: Tensor, how: str) -> Tensor:
     """The same numbers with other strides; ``expanded`` only where the first two slices are equal."""
     if how == "transposed":
         return x.transpose(0, 1).contiguous().transpose(0, 1)
-    if how == "columns of more":
-        wide = x.new_full((*x.shape[:-1], x.shape[-1] + 3), 7.0 if x.is_floating_point() else 7)
-        wide[..., 1:-2] = x
-        return wide[..., 1:-2]
-    if how == "every second row":
-        tall = x.new_full((2 * x.shape[0], *x.shape[1:]), 7)
-        tall[::2] = x
-        return tall[::2]
     if how == "expanded" and x.shape[0] > 1 and bool((x == x[:1]).all()):
         return x[:1].expand(x.shape)
-    return x.clone()
+    room = x.new_full((2 * x.shape[0], *x.shape[1:-1], x.shape[-1] + 3), 7)
+    placed = {"columns of more": room[: len(x), ..., 1:-2], "every second row": room[::2, ..., :-3]}.get(how)
+    return x.clone() if placed is None else placed.copy_(x)
 
 
 # --- a call ----------------------------------------------------------------------------------
@@ -143,59 +120,65 @@ def run(
     problem's.
     """
     inputs = inputs or problem.inputs()
-    size = len(problem.shards) if group is not None else 1
+    upstreams = {"loss": inputs.grad_loss} if upstreams is None else upstreams
     of_hidden, of_weight, of_labels = problem.strides
-    hidden = inputs.hidden.chunk(size if problem.sequence_parallel else 1)
-    hidden = laid_out(hidden[rank if problem.sequence_parallel else 0], of_hidden).requires_grad_()
-    rows = inputs.weight.split(problem.shards if size > 1 else problem.vocab)
-    weight = laid_out(rows[rank], of_weight).requires_grad_()
-    labels = laid_out(inputs.labels.int() if problem.int32 else inputs.labels, of_labels)
-    weights, given, temperature = problem.token_weights(inputs), hidden, inputs.temperature
-    if problem.flat:
-        given, labels, weights = hidden.flatten(0, 1), labels.t().reshape(-1), weights.t().flatten()
-        temperature = None if temperature is None else temperature.t().flatten()
     options: dict[str, Any] = {"config": problem.config}
-    if temperature is not None:
-        one_number = problem.temperature == "number"
-        options["temperature"] = float(temperature.flatten()[0]) if one_number else temperature
-    if size > 1:
+    part, start, rows = inputs.hidden, 0, inputs.weight
+    if group is not None:
         options |= {"tp_group": group, "sequence_parallel": problem.sequence_parallel}
+        start, rows = sum(problem.shards[:rank]), rows.split(problem.shards)[rank]
+        if problem.sequence_parallel:
+            part = part.chunk(len(problem.shards))[rank]
+    hidden, weight = (laid_out(x, how).requires_grad_() for x, how in ((part, of_hidden), (rows, of_weight)))
+    labels = laid_out(inputs.labels.int() if problem.int32 else inputs.labels, of_labels)
+    promised = inputs.grad_loss * -(2.0**-problem.log2_promise)
+    given, per_token = hidden, {"token_weights": promised, "temperature": inputs.temperature}
+    if problem.flat:
+        given, labels = hidden.flatten(0, 1), labels.t().reshape(-1)
+        per_token = {name: x if x is None else x.t().flatten() for name, x in per_token.items()}
+    if problem.config.strategy not in ("grad_in_forward", "auto"):
+        del per_token["token_weights"]
+    if problem.temperature == "number":
+        per_token["temperature"] = float(inputs.temperature[0, 0])
+    options |= {name: x for name, x in per_token.items() if x is not None}
     if problem.names_start:
-        options["vocab_start"] = sum(problem.shards[:rank]) if size > 1 else 0
-    if problem.config.strategy in ("grad_in_forward", "auto"):
-        options["token_weights"] = weights
-    main_grad = None
+        options["vocab_start"] = start
     if problem.main_grad:
-        dtype = torch.float32 if problem.main_grad == "fp32" else problem.dtype
-        main_grad = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
+        main_grad = torch.zeros_like(rows, dtype=torch.float32 if problem.main_grad == "fp32" else None)
         options["open_grad_weight"] = functools.partial(open_main_grad, main_grad)
     made = head(given, weight, labels, **options)
     if problem.flat:
         made = {name: value.view(problem.s, problem.b).t() for name, value in made.items()}
-    upstreams = {"loss": inputs.grad_loss} if upstreams is None else upstreams
     torch.autograd.backward(
         [made[name] for name in upstreams], [laid_out(upstream, of_labels) for upstream in upstreams.values()]
     )
-    grad_weight = weight.grad if main_grad is None else main_grad
-    assert hidden.grad is not None and grad_weight is not None
     made = {name: value.detach() for name, value in made.items()}
-    return {**made, "grad_hidden": hidden.grad, "grad_weight": grad_weight}
+    return {
+        **made,
+        "grad_hidden": hidden.grad,
+        "grad_weight": main_grad if problem.main_grad else weight.grad,
+    }
 
 
 # --- what is held against fp64 ---------------------------------------------------------------
 
-#: Evaluates the definition: in a dtype, with roundings moved at random or as they fall.
-Evaluate = Callable[[torch.dtype, Roundings | None], Parts]
 
+def check(problem: DrawnProblem, result: Parts, evaluate: Callable[..., Parts] | None = None) -> float:
+    """Every part of ``result`` `assert_within`, moved roundings among its bounds.
 
-def check(problem: DrawnProblem, result: Parts, evaluate: Evaluate | None = None) -> float:
-    """Every part of ``result`` `assert_within`, moved roundings among its bounds; ``evaluate``: of another
-    definition than the loss's."""
+    ``evaluate``: another definition than the loss's, in a dtype, with roundings moved or as they fall (None).
+    """
     inputs, dtype = problem.inputs(), problem.dtype
-    if evaluate is None:
-        evaluate = lambda *how: plain_head(inputs, *how)._asdict()  # noqa: E731
+    evaluate = evaluate or (lambda *how: plain_head(inputs, *how)._asdict())
     exact, eager = evaluate(torch.float64, None), evaluate(dtype, None)
-    selected = comparable(inputs, result, eager)
+    selected, floors = comparable(inputs, result, eager), {}
+    for name, select in list(selected.items()):
+        true = select(exact[name])
+        if not true.numel() or float(true.abs().amax()) > torch.finfo(result[name].dtype).max / 4:
+            del selected[name]
+        elif name not in ("loss", "grad_hidden", "grad_weight"):
+            # Logarithms, whose floor is that of 1.
+            floors[name] = FLOOR[dtype] * max(1.0, true.numel() ** 0.5 / (float(true.norm()) or 1.0))
 
     def of(parts: Parts) -> Parts:
         return {name: select(parts[name]) for name, select in selected.items()}
@@ -204,13 +187,6 @@ def check(problem: DrawnProblem, result: Parts, evaluate: Evaluate | None = None
     def drawn(seed: int) -> Parts:
         return of(evaluate(torch.float64, Roundings(inputs, seed, problem.shards)))
 
-    floors = {}
-    for name, true in of(exact).items():
-        if not true.numel() or float(true.abs().amax()) > torch.finfo(result[name].dtype).max / 4:
-            del selected[name]
-        elif name not in ("loss", "grad_hidden", "grad_weight"):
-            # Logarithms, whose floor is that of 1.
-            floors[name] = FLOOR[dtype] * max(1.0, true.numel() ** 0.5 / (float(true.norm()) or 1.0))
     return assert_within(of(result), of(exact), of(eager), dtype, floors, drawn)
 
 
@@ -292,7 +268,7 @@ def problems(draw: Any, max_shards: int = 1) -> DrawnProblem:
     classes, chunks = draw(st.integers(1, sum(shards))), draw(st.integers(1, 30))
     masked = one(False, False, True)
     config = FusedCEConfig(
-        strategy=one(*STRATEGIES),
+        strategy=one(*STRATEGIES, "auto"),
         **one({}, {"num_chunks": chunks}, {"chunk_tokens": chunks}),
         z_loss=one(0.0, 0.0, 1e-4, 1e-2),
         logit_softcap=one(None, None, None, 0.5, 5.0, 30.0),
