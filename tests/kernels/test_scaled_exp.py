@@ -170,7 +170,7 @@ def test_logits_rounded_on_purpose(option, strategy, product, device):
         ({}, "plain", "store"),
         ({}, "peaked", "recompute"),
         (OPTIONS["softcap"], "odd-labels", "store"),
-        (OPTIONS["masked"], "peaked", "store"),
+        (OPTIONS["masked padding"], "peaked", "store"),
         (OPTIONS["all"], "plain", "recompute"),
     ],
 )

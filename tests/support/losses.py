@@ -111,29 +111,6 @@ class OddShapes(losses.Uniform):
 #: The names of their parts.
 GRADIENTS = ("grad_hidden", "grad_weight")
 CE, ENTROPY = losses.CrossEntropy(), losses.Entropy()
-#: Of fused_linear_loss: name -> outputs, the loss first.
-LOSSES: dict[str, dict[str, Term]] = {
-    "plain": {"loss": CE},
-    "z-loss": {"loss": CE + losses.ZLoss(1e-2), "p": losses.LogProb(), "entropy": ENTROPY},
-    "smoothing": {"loss": 0.9 * CE + 0.1 * losses.Uniform(), "best": losses.Predicted()},
-    "entropy bonus": {"loss": CE - 0.1 * ENTROPY, "log_prob": -2.0 * CE},
-    "all outputs": {
-        "a": CE,
-        "b": losses.LogProb(),
-        "c": losses.Lse(),
-        "d": ENTROPY,
-    },
-    "odd shapes": {"loss": OddShapes()},
-    "no label": {"lse": losses.Lse() + losses.ZLoss(1e-2)},
-    "users' own": {"loss": Focal(2.0), "height": MeanSquare(), "both": Focal(1.5) + MeanSquare()},
-    "odd shapes, several labels": {"loss": OddShapes() + Unlikelihood()},
-    "several labels": {
-        "loss": Focal(2.0) + 0.5 * Unlikelihood() + MeanSquare(),
-        "each": losses.LogProbs(),
-        "p": losses.LogProb(),
-        "entropy": ENTROPY,
-    },
-}
 
 
 def true_value(term: Term, z: Tensor, labels: Tensor) -> Tensor:
@@ -266,11 +243,21 @@ TABLE: dict[str, Loss] = {
     "64 entries, z-loss": Loss(LOSS_OPTIONS["z-loss"], entries=64),
     "3 entries, softcap": Loss(LOSS_OPTIONS["softcap"], entries=3),
     "5 entries, padding": Loss(LOSS_OPTIONS["masked padding"], entries=5),
-    **{
-        f"terms: {name}": Loss(terms=terms, num_labels=4 * ("several labels" in name))
-        for name, terms in LOSSES.items()
-        if name != "plain"
-    },
+    "terms: z-loss": Loss(terms={"loss": CE + losses.ZLoss(1e-2), "p": losses.LogProb(), "entropy": ENTROPY}),
+    "terms: smoothing": Loss(terms={"loss": 0.9 * CE + 0.1 * losses.Uniform(), "best": losses.Predicted()}),
+    "terms: entropy bonus": Loss(terms={"loss": CE - 0.1 * ENTROPY, "log_prob": -2.0 * CE}),
+    "terms: all outputs": Loss(terms={"a": CE, "b": losses.LogProb(), "c": losses.Lse(), "d": ENTROPY}),
+    "terms: odd shapes": Loss(terms={"loss": OddShapes()}),
+    "terms: no label": Loss(terms={"lse": losses.Lse() + losses.ZLoss(1e-2)}),
+    "terms: users' own": Loss(
+        terms={"loss": Focal(2.0), "height": MeanSquare(), "both": Focal(1.5) + MeanSquare()}
+    ),
+    "terms: odd shapes, several labels": Loss(terms={"loss": OddShapes() + Unlikelihood()}, num_labels=4),
+    "terms: several labels": Loss(
+        terms={"loss": Focal(2.0) + 0.5 * Unlikelihood() + MeanSquare(), "each": losses.LogProbs()}
+        | {"p": losses.LogProb(), "entropy": ENTROPY},
+        num_labels=4,
+    ),
     "terms: ignored": Loss(
         {"ignore_index": -100}, terms={"loss": Focal(2.0), "height": MeanSquare(), "p": losses.LogProb()}
     ),
@@ -403,11 +390,7 @@ def _assert_output(name: str, value: Tensor, exact: Parts, eager: Parts, inputs:
 
 def _assert_ranks(name: str, value: Tensor, inputs: HeadInputs) -> None:
     """Which logit is the largest, where rounding cannot change that."""
-    config = inputs.config
-    z = (inputs.hidden.double() @ inputs.weight.double().t()).transpose(0, 1) * config.logit_scale
-    if config.logit_softcap is not None:  # which makes large ones equal in fp32
-        z = config.logit_softcap * torch.tanh((z / config.logit_softcap).float()).double()
-    z = z[..., : config.true_vocab_size]
+    z = logits_of(inputs, torch.float64)[2].detach().transpose(0, 1)
     # Two logits rounded by half a unit each can change places; and fp32's own sums of products.
     below = z.amax(-1, keepdim=True) - z
     ties = below <= (torch.finfo(inputs.hidden.dtype).eps + 2e-6) * z.abs().amax(-1, keepdim=True)

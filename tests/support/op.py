@@ -17,7 +17,6 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy
@@ -104,21 +103,23 @@ def at_odd_offset(tensor: Tensor) -> Tensor:
 
 SIZES = {"s": 24, "b": 3, "hidden_size": 32, "vocab": 97}
 
-#: Rows of the ranks' shards. Those of the scaled-exp GEMM take memory in multiples of 16 bytes.
+#: Rows of the ranks' shards where they are not equal; the scaled-exp GEMM's begin at multiples of 16 bytes.
 SHARDS = {
-    ("equal", 100): {1: (100,), 2: (50, 50), 4: (25, 25, 25, 25)},
-    ("unequal", 97): {1: (97,), 2: (64, 33), 4: (1, 50, 13, 33)},
-    ("equal", 512): {1: (512,), 2: (256, 256), 4: (128, 128, 128, 128)},
-    ("unequal", 512): {1: (512,), 2: (384, 128), 4: (8, 264, 40, 200)},
-    ("unequal", 12800): {2: (6656, 6144)},
+    97: {1: (97,), 2: (64, 33), 4: (1, 50, 13, 33)},
+    512: {2: (384, 128), 4: (8, 264, 40, 200)},
+    12800: {2: (6656, 6144)},
 }
 
 
+def sizes_of(rank: Rank, kind: str, vocab: int) -> tuple[int, ...]:
+    """Rows of each shard; ``kind``: equal or unequal ones."""
+    return SHARDS[vocab][rank.size] if kind == "unequal" else (vocab // rank.size,) * rank.size
+
+
 def rows_of(rank: Rank, kind: str, vocab: int) -> slice:
-    """This rank's rows of the vocabulary; ``kind``: equal or unequal shards."""
-    sizes = SHARDS[kind, vocab][rank.size]
-    start = sum(sizes[: rank.rank])
-    return slice(start, start + sizes[rank.rank])
+    """This rank's rows of the vocabulary."""
+    sizes = sizes_of(rank, kind, vocab)
+    return slice(sum(sizes[: rank.rank]), sum(sizes[: rank.rank + 1]))
 
 
 def tokens_of(rank: Rank, s: int, sequence_parallel: bool) -> slice:
@@ -256,16 +257,6 @@ def captured(iteration: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
     with torch.cuda.graph(graph):
         made = iteration()
     return graph, made
-
-
-class RoundedFactors(TorchDispatchMode):
-    """Multiplies as a GPU does: a factor without dimensions is first rounded to the other's dtype."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        multiplies = func in (torch.ops.aten.mul.Tensor, torch.ops.aten.mul_.Tensor)
-        if multiplies and args[0].dim() and isinstance(args[1], Tensor) and not args[1].dim():
-            args = args[0], args[1].to(args[0].dtype)
-        return func(*args, **(kwargs or {}))
 
 
 def gemm_flops() -> FlopCounterMode:
