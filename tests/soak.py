@@ -38,7 +38,6 @@ import torch.distributed as dist
 
 from megatron_fused_ce.cli.command_line import NO_LIMIT, Parser, command, seconds, whole
 from megatron_fused_ce.scripts.lib import gloo, results
-from megatron_fused_ce.scripts.lib.reference import HeadInputs
 from tests.support.collectives import Collective, Collectives, RandomDelays
 from tests.support.op import Parts, joined, same_bits
 from tests.support.problems import DrawnProblem, check, problems, run
@@ -125,9 +124,8 @@ class Soak:
         size = len(problem.shards)
         summed = torch.full((4096,), float(1 + RANK), device=self.device)
         under_way = dist.all_reduce(summed, group=self.beside, async_op=True)
-        whole = vars(problem.inputs())
-        there = {name: x.to(self.device) if isinstance(x, torch.Tensor) else x for name, x in whole.items()}
-        made = run(problem, inputs=HeadInputs(**there), rank=RANK % size, group=self.groups[size])
+        inputs, group = problem.inputs(self.device), self.groups[size]
+        made = run(problem, inputs=inputs, rank=RANK % size, group=group)
         under_way.wait()
         made["beside"] = summed
         if problem not in self.first:

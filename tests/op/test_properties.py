@@ -59,7 +59,7 @@ def test_other_losses(problem, loss):
         options["strategy"] = "recompute"  # the other upstream gradients must be known
     problem = replace(
         problem,
-        main_grad="",
+        grad_weight="returned",
         temperature=problem.temperature if loss.temperatures else "",
         flat=problem.flat and not loss.entries,
         config=replace(problem.config, **options),

@@ -46,7 +46,7 @@ class DrawnProblem:
     flat: bool = False
     int32: bool = False
     temperature: str = ""  # "number", "per token", or none
-    main_grad: str = ""  # grad_weight is added to one, in fp32 or in the operands' dtype
+    grad_weight: str = "returned"  # "frozen", or added to a "main_grad" in fp32, to a "low main_grad"
     sequence_parallel: bool = False
     names_start: bool = False
     log2_promise: int = 0  # what the upstream gradient is times the token weights, negated
@@ -56,7 +56,7 @@ class DrawnProblem:
     def vocab(self) -> int:
         return sum(self.shards)
 
-    def inputs(self) -> HeadInputs:
+    def inputs(self, device: torch.device | str = "cpu") -> HeadInputs:
         """Contiguous, over the whole vocabulary; labels as int32 has them, too."""
         sizes = {"s": self.s, "b": self.b, "hidden_size": self.hidden_size, "vocab": self.vocab}
         made = make_inputs(self.values, **sizes, dtype=torch.float32, seed=self.seed)
@@ -84,7 +84,9 @@ class DrawnProblem:
         if self.temperature:
             drawn = torch.rand((1, 1) if self.temperature == "number" else shape, generator=generator)
             temperature = (2 * drawn - 0.7).exp().expand(shape).contiguous()
-        return HeadInputs(hidden, weight, labels, upstream, self.config.logit_scale, self.config, temperature)
+            temperature = temperature.to(device)
+        there = (x.to(device) for x in (hidden, weight, labels, upstream))
+        return HeadInputs(*there, self.config.logit_scale, self.config, temperature)
 
 
 def laid_out(x: Tensor, how: str) -> Tensor:
@@ -112,12 +114,13 @@ def run(
     inputs: HeadInputs | None = None,
     rank: int = 0,
     group: dist.ProcessGroup | None = None,
+    earlier: float | Tensor = 0.0,
 ) -> Parts:
     """This rank's part: what the head gives ``[b, s]`` and the gradients of its tokens and rows.
 
     ``head`` is called like fused_linear_cross_entropy; gives results per token in the labels' shape.
     ``upstreams`` of the results that have one, None for the loss's own; ``inputs`` where they are not the
-    problem's.
+    problem's; ``earlier``: what a ``main_grad`` has before, of all rows.
     """
     inputs = inputs or problem.inputs()
     upstreams = {"loss": inputs.grad_loss} if upstreams is None else upstreams
@@ -129,22 +132,24 @@ def run(
         start, rows = sum(problem.shards[:rank]), rows.split(problem.shards)[rank]
         if problem.sequence_parallel:
             part = part.chunk(len(problem.shards))[rank]
-    hidden, weight = (laid_out(x, how).requires_grad_() for x, how in ((part, of_hidden), (rows, of_weight)))
+    hidden = laid_out(part, of_hidden).requires_grad_()
+    weight = laid_out(rows, of_weight).requires_grad_(problem.grad_weight != "frozen")
     labels = laid_out(inputs.labels.int() if problem.int32 else inputs.labels, of_labels)
     promised = inputs.grad_loss * -(2.0**-problem.log2_promise)
     given, per_token = hidden, {"token_weights": promised, "temperature": inputs.temperature}
     if problem.flat:
         given, labels = hidden.flatten(0, 1), labels.t().reshape(-1)
         per_token = {name: x if x is None else x.t().flatten() for name, x in per_token.items()}
-    if problem.config.strategy not in ("grad_in_forward", "auto"):
+    if problem.config.strategy not in ("grad_in_forward", "auto") and not problem.config.skip_masked:
         del per_token["token_weights"]
     if problem.temperature == "number":
         per_token["temperature"] = float(inputs.temperature[0, 0])
     options |= {name: x for name, x in per_token.items() if x is not None}
     if problem.names_start:
         options["vocab_start"] = start
-    if problem.main_grad:
-        main_grad = torch.zeros_like(rows, dtype=torch.float32 if problem.main_grad == "fp32" else None)
+    if "main_grad" in problem.grad_weight:
+        of = problem.dtype if "low" in problem.grad_weight else torch.float32
+        main_grad = torch.zeros_like(inputs.weight, dtype=of).add_(earlier)[start : start + len(rows)].clone()
         options["open_grad_weight"] = functools.partial(open_main_grad, main_grad)
     made = head(given, weight, labels, **options)
     if problem.flat:
@@ -152,12 +157,9 @@ def run(
     torch.autograd.backward(
         [made[name] for name in upstreams], [laid_out(upstream, of_labels) for upstream in upstreams.values()]
     )
-    made = {name: value.detach() for name, value in made.items()}
-    return {
-        **made,
-        "grad_hidden": hidden.grad,
-        "grad_weight": main_grad if problem.main_grad else weight.grad,
-    }
+    made = {name: value.detach() for name, value in made.items()} | {"grad_hidden": hidden.grad}
+    grad_weight = main_grad if "open_grad_weight" in options else weight.grad
+    return made if grad_weight is None else {**made, "grad_weight": grad_weight}
 
 
 # --- what is held against fp64 ---------------------------------------------------------------
@@ -298,7 +300,7 @@ def problems(draw: Any, max_shards: int = 1) -> DrawnProblem:
         flat=draw(st.booleans()),
         int32=draw(st.booleans()),
         temperature=one("", "", "number", "per token"),
-        main_grad=one("", "fp32", "low"),
+        grad_weight=one("returned", "main_grad", "low main_grad", "frozen"),
         sequence_parallel=sequence_parallel,
         names_start=draw(st.booleans()),
         log2_promise=one(0, 0, 16, -24),
