@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_distillation
 from megatron_fused_ce.scripts.lib.reference import FLOOR, HeadInputs, logits_of, make_inputs
-from tests.support.losses import GRADIENTS, assert_within
+from tests.support.losses import CE, GRADIENTS, assert_within, true_value
 from tests.support.op import Parts
 
 #: Divergences by name, with what a call takes for each.
@@ -20,8 +20,6 @@ KINDS: dict[str, dict[str, Any]] = {
     **{name: {"divergence": name} for name in ("forward_kl", "reverse_kl", "jsd")},
     **{f"jsd {beta}": {"divergence": "jsd", "beta": beta} for beta in (0.1, 0.9)},
 }
-#: What is 1 or 0 of those that are no mixture's.
-BETA = {"forward_kl": 1.0, "reverse_kl": 0.0}
 #: Terms that cancel in gradients, see :func:`plain`.
 CANCELLING = ("of the teacher", "of the student")
 #: Error that is always allowed in fp32: of a loss, in nats, and of its own size, four roundings (one of 30
@@ -70,9 +68,8 @@ def plain(problem: DistillationProblem, dtype: torch.dtype | None = None, of: st
     )
     z_t = z_t.detach()
     log_s, log_t = (z_s / t).log_softmax(-1), (z_t / t).log_softmax(-1)
-    beta = BETA.get(options["divergence"], options.get("beta", 0.5))
-    log_m = {1.0: log_s, 0.0: log_t}.get(beta)
-    log_m = log_mixture(log_s, log_t, beta) if log_m is None else log_m
+    beta = {"forward_kl": 1.0, "reverse_kl": 0.0}.get(options["divergence"], options.get("beta", 0.5))
+    log_m = log_s if beta == 1 else log_t if beta == 0 else log_mixture(log_s, log_t, beta)
     of_student = expected(log_s, log_s - log_m)
     divergence = loss = beta * expected(log_t, log_t - log_m) + (1 - beta) * of_student
     ignored = torch.zeros_like(labels, dtype=torch.bool)
@@ -80,7 +77,10 @@ def plain(problem: DistillationProblem, dtype: torch.dtype | None = None, of: st
         ignored = labels == problem.config.ignore_index
     values = {"entropy": -expected(log_s, log_s)}
     if options.get("labels") is not None:
-        student, teachers = (_cross_entropy(z, labels).masked_fill(ignored, 0.0) for z in (z_s, z_t))
+        student, teachers = (
+            true_value(CE, z.flatten(0, 1), labels.flatten()).view_as(labels).masked_fill(ignored, 0.0)
+            for z in (z_s, z_t)
+        )
         values |= {"cross_entropy": student, "teacher_cross_entropy": teachers}
         weights = options.get("label_weights")
         if weights is not None:
@@ -101,12 +101,6 @@ def expected(log_p: Tensor, x: Tensor) -> Tensor:
     """``sum p x``, 0 where ``p`` is."""
     p = log_p.exp()
     return (p * x.masked_fill(p == 0, 0.0)).sum(-1)
-
-
-def _cross_entropy(z: Tensor, labels: Tensor) -> Tensor:
-    known = (labels >= 0) & (labels < z.shape[-1])
-    picked = z.gather(-1, labels.where(known, 0).unsqueeze(-1)).squeeze(-1)
-    return z.logsumexp(-1) - torch.where(known, picked, z.detach().amax(-1))
 
 
 def assert_right(problem: DistillationProblem, made: Parts) -> None:
