@@ -139,20 +139,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-#: Of student and teacher: how their logits are, and which of two draws of classes they are sure of.
-VALUES: dict[str, tuple[tuple[str, int], tuple[str, int]]] = {
-    "plain": (("", 0), ("", 0)),
-    "near": (("", 0), ("", 0)),
-    "sure student": (("sure", 0), ("", 0)),
-    "sure teacher": (("", 0), ("sure", 0)),
-    "both sure": (("sure", 0), ("sure", 0)),
-    "sure of others": (("sure", 0), ("sure", 1)),
-    "wide student": (("wide", 0), ("", 0)),
-    "wide teacher": (("", 0), ("wide", 0)),
-    "both wide": (("wide", 0), ("wide", 0)),
-}
-
-
+#: Which sides are sure of a class, or have logits of 300; of ``others``: each of another class.
+VALUES = (
+    *("plain", "near", "sure student", "sure teacher", "both sure", "sure of others"),
+    *("wide student", "wide teacher", "both wide"),
+)
 SURE_CLASSES = 4
 
 
@@ -180,11 +171,13 @@ def make_problem(
     normal, sides = partial(torch.randn, generator=generator), []
     classes = torch.randint(0, SURE_CLASSES, (2, s, b), generator=generator)
     places = torch.linspace(0, vocab - 1, SURE_CLASSES).long()  # over all shards
-    for seed, (h, (how, draw)) in enumerate(zip(sizes, VALUES[values], strict=True)):
-        kind = "wide" if how == "wide" else "plain"
+    for seed, (side, h) in enumerate(zip(("student", "teacher"), sizes, strict=True)):
+        how = values if any(word in values for word in (side, "both", "others")) else "plain"
+        kind = "wide" if "wide" in how else "plain"
         made = make_inputs(kind, s=s, b=b, hidden_size=h, vocab=vocab, dtype=torch.float32, seed=seed)
-        if how == "sure":
-            _make_sure(made.hidden, made.weight, classes[draw], places, normal(h, SURE_CLASSES))
+        if "sure" in how:
+            draw = classes[seed * ("others" in how)]
+            _make_sure(made.hidden, made.weight, draw, places, normal(h, SURE_CLASSES))
         sides.append([made.hidden, made.weight])
     if values == "near":
         sides[1] = [sides[0][0], sides[0][1] + 1e-3 * normal(vocab, sizes[0])]
