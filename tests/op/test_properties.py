@@ -26,8 +26,16 @@ def share(part: float) -> settings:
     return settings(max_examples=round(settings.default.max_examples * part))
 
 
+#: Of which fp16 keeps its digits by the power of two that gradients of logits are multiplied by.
+SMALL_IN_FP16 = DrawnProblem(
+    seed=0, s=1, b=1, hidden_size=1, shards=(2,), dtype=torch.float16, values="high",
+    config=FusedCEConfig(strategy="store", logit_softcap=5.0, ignore_index=None),
+)  # fmt: skip
+
+
 @share(0.4)
 @given(problems())
+@example(SMALL_IN_FP16)
 def test_loss_and_gradients(problem):
     """And twice the same bits."""
     made, again = run(problem), run(problem)
