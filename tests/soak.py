@@ -38,9 +38,9 @@ import torch.distributed as dist
 
 from megatron_fused_ce.cli.command_line import NO_LIMIT, Parser, command, seconds, whole
 from megatron_fused_ce.scripts.lib import gloo, results
-from megatron_fused_ce.scripts.lib.reference import HeadInputs, plain_head
 from tests.support.collectives import Collective, Collectives, RandomDelays
-from tests.support.problems import DrawnProblem, Parts, check, joined, loss_of, problems, run, same_bits
+from tests.support.op import Parts, joined, same_bits
+from tests.support.problems import DrawnProblem, check, problems, run
 
 RANK = int(os.environ.get("RANK", "0"))
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
@@ -122,9 +122,8 @@ class Soak:
         size = len(problem.shards)
         summed = torch.full((4096,), float(1 + RANK), device=self.device)
         under_way = dist.all_reduce(summed, group=self.beside, async_op=True)
-        whole = vars(problem.inputs())
-        there = {name: x.to(self.device) if isinstance(x, torch.Tensor) else x for name, x in whole.items()}
-        made = run(problem, loss_of, inputs=HeadInputs(**there), rank=RANK % size, group=self.groups[size])
+        inputs, group = problem.inputs(self.device), self.groups[size]
+        made = run(problem, inputs=inputs, rank=RANK % size, group=group)
         under_way.wait()
         made["beside"] = summed
         if problem not in self.first:
@@ -138,14 +137,14 @@ class Soak:
     def against_fp64(self, problem: DrawnProblem, made: Parts) -> str:
         """What is wrong with the first results of this rank's group, said by its first rank."""
         parts: list[Any] = [None] * WORLD
-        dist.all_gather_object(parts, {name: x.cpu() for name, x in made.items()}, group=self.control)
-        size, inputs = len(problem.shards), problem.inputs()
+        sent = {name: x.cpu() for name, x in made.items() if name != "beside"}
+        dist.all_gather_object(parts, sent, group=self.control)
+        size = len(problem.shards)
         try:
             assert bool((made["beside"] == WORLD * (WORLD + 1) / 2).all()), "the sum beside is wrong"
-            whole = joined(problem, parts[RANK - RANK % size :][:size])
+            whole = joined(parts[RANK - RANK % size :][:size], problem.sequence_parallel)
             if RANK % size == 0:
-                worst = check(problem, whole, lambda *how: plain_head(inputs, *how)._asdict())
-                self.worst = max(self.worst, worst)
+                self.worst = max(self.worst, check(problem, whole))
         except AssertionError as error:
             return str(error)
         return ""

@@ -57,7 +57,7 @@ def plain_head(inputs: HeadInputs, dtype: torch.dtype, roundings: Any = None) ->
     after the other, on log-probabilities of the columns that take part.
     """
     options = inputs.config
-    hidden, weight, z = _logits(inputs, dtype, roundings)
+    hidden, weight, z = logits_of(inputs, dtype, roundings)
     num_classes = z.shape[-1]
     labels = inputs.labels.t()
     known = (labels >= 0) & (labels < num_classes)
@@ -127,7 +127,7 @@ def _result(
     )
 
 
-def _logits(inputs: HeadInputs, dtype: torch.dtype, roundings: Any = None) -> tuple[Tensor, Tensor, Tensor]:
+def logits_of(inputs: HeadInputs, dtype: torch.dtype, roundings: Any = None) -> tuple[Tensor, Tensor, Tensor]:
     """Leaves for hidden states and weight, and the logits ``[s, b, K]`` of the columns that take part."""
     options = inputs.config
     hidden = inputs.hidden.detach().to(dtype).requires_grad_()
@@ -152,7 +152,7 @@ def plain_outputs(
     ``upstreams`` (by name, ``[b, s]``), by autograd in ``dtype``. For a label outside the vocabulary the
     largest logit stands, without a gradient.
     """
-    hidden, weight, z = _logits(inputs, dtype, roundings)
+    hidden, weight, z = logits_of(inputs, dtype, roundings)
     term = _terms(roundings)
     log_p = term(z).log_softmax(-1)
     in_fp32 = log_p if roundings is None else roundings.of_log(log_p)
@@ -189,7 +189,7 @@ def plain_distillation(
     inputs: HeadInputs, ids: Tensor, log_probs: Tensor, dtype: torch.dtype, roundings: Any = None
 ) -> HeadResult:
     """``-sum q log p`` over entries ``[b, s, k]`` with an id in the vocabulary, by autograd in ``dtype``."""
-    hidden, weight, z = _logits(inputs, dtype, roundings)
+    hidden, weight, z = logits_of(inputs, dtype, roundings)
     term = _terms(roundings)
     ids = ids.transpose(0, 1)
     inside = (ids >= 0) & (ids < z.shape[-1])
@@ -220,7 +220,7 @@ def plain_several(
     -1 has log-probability -inf without a gradient, another id outside the vocabulary that of the largest
     logit, which counts as a constant.
     """
-    hidden, weight, z = _logits(inputs, dtype)
+    hidden, weight, z = logits_of(inputs, dtype)
     log_p = z.log_softmax(-1)
     ids = labels.transpose(0, 1)
     known = (ids >= 0) & (ids < z.shape[-1])

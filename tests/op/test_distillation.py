@@ -16,23 +16,35 @@ from megatron_fused_ce.head.call import Call
 from megatron_fused_ce.logits import rows_torch
 from megatron_fused_ce.rl import token_divergence
 from megatron_fused_ce.scripts.lib.live_storages import LiveStorages
+from megatron_fused_ce.scripts.lib.reference import relative_error
 from tests.support import pairs
 from tests.support.distillation import (
     KINDS,
     OPTIONS,
     DistillationProblem,
-    DistillationResult,
     assert_right,
     confident,
     exact_rows,
-    fused,
     make_problem,
+    of_logits,
     plain,
     worst_row,
 )
-from tests.support.head import strategy_in_place
-from tests.support.op import DTYPES, EXP_DTYPE, HAS_EXP, ON_GPU, STRATEGIES, leaves, promises, rows_by
-from tests.support.problems import open_main_grad
+from tests.support.losses import GRADIENTS
+from tests.support.op import (
+    DTYPES,
+    EXP_DTYPE,
+    HAS_EXP,
+    ON_GPU,
+    STRATEGIES,
+    Parts,
+    leaves,
+    open_main_grad,
+    promises,
+    rows_by,
+    step,
+    strategy_in_place,
+)
 
 needs_exp = pytest.mark.skipif(not HAS_EXP, reason="the scaled-exp GEMM needs Hopper or newer")
 
@@ -41,21 +53,22 @@ BACKENDS = ("triton",) if ON_GPU else ("torch", "triton")
 OTHER = {torch.float32: torch.bfloat16, torch.bfloat16: torch.float32, torch.float16: torch.bfloat16}
 
 
-def run(
-    problem: DistillationProblem, strategy: str = "store", num_chunks: int = 3, rows: str = "auto", **config
-) -> DistillationResult:
+def run(problem, strategy="store", num_chunks=3, rows="auto", token_weights=None, **config) -> Parts:
+    """``grad_in_forward`` is told what the upstream is 1.5 times of."""
+    options = {}
+    if strategy == "grad_in_forward":
+        options["token_weights"] = problem.grad_loss / 1.5 if token_weights is None else token_weights
     with strategy_in_place(strategy) as name, rows_by(rows):
-        return fused(problem, problem.config(strategy=name, num_chunks=num_chunks, **config))
+        config = replace(problem.config, strategy=name, num_chunks=num_chunks, **config)
+        return step(problem, partial(problem.ask, config=config, **options))
 
 
 def call_of(problem: DistillationProblem, operands, config: FusedCEConfig, **call) -> Call:
     """As the adapter's, with a teacher in the labels' place."""
-    of = problem.options
-    teacher = problem.teacher_hidden.view(*operands[0].shape[:-1], -1), problem.teacher_weight
-    how = of["divergence"], of.get("beta", 0.5), 1.0, None, False, problem.with_labels
-    call = {"labels": problem.labels, "label_weights": problem.label_weights, **call}
-    targets = Distillation(*teacher, call.pop("label_weights"), *how)
-    return Call(*operands, call.pop("labels"), config=config, other_targets=targets, **call)
+    of, (hidden, weight) = problem.options, problem.teacher
+    teacher = hidden.view(*operands[0].shape[:-1], -1), weight
+    how = None, of["divergence"], of.get("beta", 0.5), 1.0, None, False, False
+    return Call(*operands, problem.labels, config=config, other_targets=Distillation(*teacher, *how), **call)
 
 
 @pairs.parametrize("divergence")
@@ -119,8 +132,7 @@ def test_logits_of_the_scaled_exp_gemm(kind, option, strategy, device):
     assert_right(problem, run(problem, strategy, 2, logits_backend="scaled_exp"))
     # What recompute makes anew are the same logits, to the bit.
     made = [run(problem, name, 1, logits_backend="scaled_exp") for name in ("store", "recompute")]
-    for saved, again in zip(made[0][1:], made[1][1:], strict=True):
-        assert torch.equal(saved, again)
+    assert all(torch.equal(made[0][name], made[1][name]) for name in GRADIENTS)
 
 
 @pytest.mark.parametrize(
@@ -134,8 +146,8 @@ def test_logits_in_fp32(strategy, dtype, teacher_dtype, device):
     made = run(problem, strategy, logit_precision="fp32")
     assert_right(problem, made)
     exact = plain(problem, torch.float64)
-    for value, true in zip(made.outputs, exact.outputs, strict=True):
-        assert value is not None and (value.double() - true).abs().max() < 4e-6
+    for name in made.keys() - GRADIENTS:
+        assert (made[name] - exact[name]).abs().max() < 4e-6
 
 
 # --- a student that has learnt everything -------------------------------------------------------
@@ -158,12 +170,8 @@ def test_a_student_that_is_its_teacher(kind, values, strategy, dtype, config, de
     """The same bits on both sides: no divergence and no gradient, exactly."""
     options = {"dtype": dtype, "device": device, "kind": kind, "temperature": 0.7, "s": 2 if config else 19}
     given = make_problem(values, b=2, vocab=64, sizes=(16, 16), **options)
-    made = run(
-        replace(given, teacher_hidden=given.hidden, teacher_weight=given.weight), strategy, 2, **config
-    )
-    assert made.grad_hidden is not None and made.grad_weight is not None
-    for part in (made.outputs.divergence, made.outputs.loss, made.grad_hidden, made.grad_weight):
-        assert not part.any()
+    made = run(replace(given, teacher=(given.hidden, given.weight)), strategy, 2, **config)
+    assert not any(made[name].any() for name in ("divergence", "loss", *GRADIENTS))
 
 
 @pytest.mark.parametrize(("backend", "size"), [*((name, 1e-9) for name in BACKENDS), (BACKENDS[0], 1e-6)])
@@ -177,19 +185,12 @@ def test_a_divergence_of_a_billionth(size, kind, backend, device):
     num_tokens, vocab = 6, 150
     weight = torch.randn(vocab, num_tokens, generator=generator)
     beside = weight + (2 * size) ** 0.5 * torch.randn(vocab, num_tokens, generator=generator)
-    hidden = torch.eye(num_tokens).view(num_tokens, 1, num_tokens)
-    problem = DistillationProblem(
-        *(x.to(device) for x in (hidden, weight, hidden, beside)),
-        torch.zeros(1, num_tokens, dtype=torch.int64, device=device),
-        torch.ones(1, num_tokens, device=device),
-        kind=kind,
-    )
+    problem = of_logits(weight.to(device), beside.to(device), kind=kind)
     made, exact = run(problem, rows=backend), plain(problem, torch.float64)
-    true = exact.outputs.divergence
+    true = exact["divergence"]
     assert size / 20 < true.min() and true.max() < 3 * size
-    assert ((made.outputs.divergence.double() - true).abs() / true).max() < 1e-2
-    assert made.grad_weight is not None and exact.grad_weight is not None
-    assert (made.grad_weight - exact.grad_weight).norm() < 1e-2 * exact.grad_weight.norm()
+    assert ((made["divergence"] - true).abs() / true).max() < 1e-2
+    assert relative_error(made["grad_weight"], exact["grad_weight"]) < 1e-2
 
 
 @pytest.mark.parametrize(
@@ -206,9 +207,9 @@ def test_confident_rows_with_options(kind, backend, options, device):
         problem.weight.neg_()
     if kind == "jsd":
         problem.weight[100:110] = -1e30 if "logit_softcap" in options else 1e30
-        problem.teacher_weight[105:120] = -1e30
-    made = run(problem, "recompute", num_chunks=1, rows=backend).grad_weight
-    assert made is not None and worst_row(made.t(), exact_rows(problem)) <= 2e-6
+        problem.teacher[1][105:120] = -1e30
+    made = run(problem, "recompute", num_chunks=1, rows=backend)["grad_weight"]
+    assert worst_row(made.t(), exact_rows(problem)) <= 2e-6
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -240,7 +241,7 @@ def test_what_has_a_gradient(device):
     """The loss, and the divergence where it is the loss."""
     problem = make_problem("plain", with_labels=True, label_weights=0.5, device=device)
     hidden, _ = leaves(problem)
-    given = hidden, *problem.operands[1:]
+    given = hidden, problem.weight, *problem.teacher
     made = fused_linear_distillation(*given, **problem.options, entropy="detached")
     assert made.loss.requires_grad and not made.teacher_cross_entropy.requires_grad
     for name in ("divergence", "cross_entropy", "entropy"):
@@ -255,11 +256,11 @@ def test_what_has_a_gradient(device):
     assert made.cross_entropy is made.teacher_cross_entropy is made.entropy is None
     assert torch.equal(made.loss, made.divergence)
     for config in (FusedCEConfig(), FusedCEConfig("grad_in_forward", ignore_index=int(problem.labels[0, 1]))):
-        options = {"labels": problem.labels, "token_weights": problem.upstream, "config": config}
+        options = {"labels": problem.labels, "token_weights": problem.grad_loss, "config": config}
         made = fused_linear_distillation(*given, **options)
         losses = made.loss * 3, made.divergence * 3, made.loss + 2 * made.divergence
         first, *others = (
-            torch.autograd.grad(loss, hidden, problem.upstream, retain_graph=True)[0] for loss in losses
+            torch.autograd.grad(loss, hidden, problem.grad_loss, retain_graph=True)[0] for loss in losses
         )
         for other in others:
             torch.testing.assert_close(other, first, rtol=1e-5, atol=1e-6)
@@ -272,19 +273,17 @@ def test_an_ignored_label_of_a_call_without_labels(device):
     """Whatever it is, no token has it."""
     problem = make_problem(device=device)
     for ignored in (-1, -2, -100):
-        made = run(replace(problem, ignore_index=ignored))
-        assert_right(problem, made)
+        assert_right(problem, run(problem, ignore_index=ignored))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_promise_kept_and_broken(kind, device):
     """Token weights that the upstream gradient is a multiple of, and others."""
     problem = make_problem(kind=kind, with_labels=True, label_weights=0.5, temperature=2.0, device=device)
-    config = problem.config(strategy="grad_in_forward", num_chunks=3)
     with promises(kept=1):
-        assert_right(problem, fused(problem, config, token_weights=-2 * problem.upstream))
+        assert_right(problem, run(problem, "grad_in_forward", token_weights=-2 * problem.grad_loss))
     with pytest.warns(UserWarning, match="upstream gradient"), promises(kept=0, remade=1):
-        assert_right(problem, fused(problem, config, token_weights=problem.upstream.exp()))
+        assert_right(problem, run(problem, "grad_in_forward", token_weights=problem.grad_loss.exp()))
 
 
 def test_a_budget(device):
@@ -295,18 +294,18 @@ def test_a_budget(device):
     hidden, weight = leaves(problem)
     main_grad = torch.full_like(weight, 2.0**-10)
     opened = {"open_grad_weight": partial(open_main_grad, main_grad)}
-    call = call_of(problem, (hidden, weight), problem.config(memory_mb=6), outputs=("divergence",), **opened)
+    call = call_of(
+        problem, (hidden, weight), replace(problem.config, memory_mb=6), outputs=("divergence",), **opened
+    )
     # Row passes in plain PyTorch work in copies of fewer rows than a chunk has.
     with patch.object(rows_torch, "BLOCK_ELEMENTS", 16 * 331), LiveStorages() as live:
         made = linear_cross_entropy(call)
-        made.loss.backward(problem.upstream)
+        made.loss.backward(problem.grad_loss)
     assert made.plan.strategy == "mixed" and made.plan.predicted_peak_bytes <= 6 * 2**20
     grads = hidden.nbytes + weight.nbytes
     assert 4 * 2**20 < live.peak_bytes <= made.plan.predicted_peak_bytes + grads
-    result = DistillationResult(
-        run(problem).outputs._replace(loss=made.loss.detach()), hidden.grad, main_grad - 2.0**-10
-    )
-    assert_right(problem, result)
+    grads = {"grad_hidden": hidden.grad, "grad_weight": main_grad - 2.0**-10}
+    assert_right(problem, {"loss": made.loss.detach(), **grads})
 
 
 # --- the names of on-policy distillation ----------------------------------------------------------
@@ -315,32 +314,32 @@ def test_a_budget(device):
 def test_token_divergence(device):
     """Hidden states ``[b, s, H]``, half-precision ones with a weight in fp32, reverse KL."""
     problem = make_problem(kind="reverse_kl", device=device)
-    rounded = [x.bfloat16() for x in (problem.hidden, problem.teacher_hidden)]
-    problem = replace(problem, hidden=rounded[0].float(), teacher_hidden=rounded[1].float())
+    rounded = [x.bfloat16() for x in (problem.hidden, problem.teacher[0])]
+    of_teacher = problem.teacher[1]
+    problem = replace(problem, hidden=rounded[0].float(), teacher=(rounded[1].float(), of_teacher))
     student, teacher = (x.transpose(0, 1) for x in rounded)
     student.requires_grad_()
-    made = token_divergence(student, problem.weight, teacher, problem.teacher_weight, batch_first=True)
-    made.loss.backward(problem.upstream)
+    made = token_divergence(student, problem.weight, teacher, of_teacher, batch_first=True)
+    made.loss.backward(problem.grad_loss)
     exact = plain(problem, torch.float64)
-    assert (made.loss.detach().double() - exact.outputs.loss).abs().max() < 2e-6
+    assert (made.loss.detach() - exact["loss"]).abs().max() < 2e-6
     assert student.grad.dtype == torch.bfloat16
-    error = student.grad.transpose(0, 1).double() - exact.grad_hidden
-    assert error.norm() < 4e-3 * exact.grad_hidden.norm()
+    assert relative_error(student.grad.transpose(0, 1), exact["grad_hidden"]) < 4e-3
 
 
 def test_a_teacher_that_no_backward_could_save(device):
     problem = make_problem(device=device)
     with torch.inference_mode():
-        made = [x.clone() for x in problem.operands[2:]]
+        made = [x.clone() for x in problem.teacher]
     with pytest.raises(ValueError, match=r"run the teacher under torch\.no_grad"):
-        fused_linear_distillation(*problem.operands[:2], *made)
+        fused_linear_distillation(problem.hidden, problem.weight, *made)
 
 
 def test_a_call_without_outputs_of_which_no_token_is_left(device):
     """As the adapter's, of a micro-batch whose loss mask is 0 throughout."""
     problem = make_problem(device=device)
     hidden, weight = leaves(problem, (True, False))
-    weights = torch.zeros_like(problem.upstream)
+    weights = torch.zeros_like(problem.grad_loss)
     call = call_of(problem, (hidden, weight), FusedCEConfig(skip_masked=True), token_weights=weights)
     loss = linear_cross_entropy(call).loss
     (0 * loss.sum()).backward()

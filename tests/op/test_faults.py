@@ -11,8 +11,7 @@ from megatron_fused_ce.head import loop
 from megatron_fused_ce.head.autograd import linear_cross_entropy
 from megatron_fused_ce.head.call import Call
 from megatron_fused_ce.ranks.collectives import VocabParallel
-from tests.support.head import strategy_in_place
-from tests.support.op import STRATEGIES
+from tests.support.op import STRATEGIES, strategy_in_place
 from tests.support.steps import (
     ASKED,
     AtOperator,

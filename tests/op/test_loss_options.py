@@ -10,10 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from megatron_fused_ce import (
-    FusedCEConfig,
-    fused_linear_cross_entropy,
-)
+from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy
 from megatron_fused_ce.scripts.lib import gloo
 from megatron_fused_ce.scripts.lib.reference import make_inputs, plain_head, relative_error
 from tests.support.losses import LOSS_OPTIONS, assert_close, problem

@@ -16,14 +16,7 @@ from megatron_fused_ce import (
 from megatron_fused_ce.losses.terms import Pull, Term
 from megatron_fused_ce.scripts.lib.reference import KINDS, make_inputs, relative_error
 from tests.support import pairs
-from tests.support.losses import (
-    TABLE,
-    Focal,
-    Loss,
-    Unlikelihood,
-    compare,
-    problem,
-)
+from tests.support.losses import TABLE, Focal, Loss, Unlikelihood, compare, problem
 from tests.support.op import EXP_DTYPE, STRATEGIES, rows_by
 
 SIZES = {"s": 12, "b": 3, "hidden_size": 16, "vocab": 97}

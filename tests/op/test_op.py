@@ -11,9 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy
 from megatron_fused_ce.scripts.lib.reference import HeadInputs, make_inputs, relative_error
-from tests.support.head import strategy_in_place
 from tests.support.losses import assert_close, problem, truth
-from tests.support.op import DTYPES, STRATEGIES, RoundedFactors, gemm_flops, leaves, run
+from tests.support.op import DTYPES, STRATEGIES, gemm_flops, leaves, run, strategy_in_place
 
 
 def plain(device, dtype=torch.float32, **changes):
@@ -99,6 +98,16 @@ def test_bad_hidden_states_give_nan_like_stock(bad, strategy, device):
     inputs.hidden[2, 0, 3] = bad
     loss = run(inputs, FusedCEConfig(strategy=strategy, num_chunks=2)).loss
     assert torch.isnan(loss[0]).tolist() == [False, False, True, False]
+
+
+class RoundedFactors(TorchDispatchMode):
+    """Multiplies as a GPU does: a factor without dimensions is first rounded to the other's dtype."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        multiplies = func in (torch.ops.aten.mul.Tensor, torch.ops.aten.mul_.Tensor)
+        if multiplies and args[0].dim() and isinstance(args[1], torch.Tensor) and not args[1].dim():
+            args = args[0], args[1].to(args[0].dtype)
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

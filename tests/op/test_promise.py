@@ -20,8 +20,7 @@ from megatron_fused_ce.head.call import Call
 from megatron_fused_ce.head.promise import ATOL, BROKEN, KEPT, NOT_FINITE, RTOL, Head, fit_scalar
 from megatron_fused_ce.kernels import upstream_kernels
 from megatron_fused_ce.scripts.lib.reference import HeadInputs, make_inputs
-from tests.support.op import EXP_DTYPE, HAS_EXP, captured, promises, run
-from tests.support.problems import open_main_grad, same_bits
+from tests.support.op import EXP_DTYPE, HAS_EXP, captured, open_main_grad, promises, run, same_bits
 
 ROOT = Path(__file__).resolve().parents[2]
 

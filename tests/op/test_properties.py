@@ -15,19 +15,10 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from megatron_fused_ce import FusedCEConfig
-from megatron_fused_ce.scripts.lib.reference import plain_head
 from tests.support.losses import Loss
-from tests.support.op import rows_by
-from tests.support.problems import (
-    DrawnProblem,
-    check,
-    largest_logits,
-    loss_of,
-    problems,
-    run,
-    run_on_shards,
-    same_bits,
-)
+from tests.support.op import rows_by, same_bits, whole
+from tests.support.problems import DrawnProblem, check, largest_logits, problems, run
+from tests.support.ranks import Rank, RankProcesses
 
 
 def share(part: float) -> settings:
@@ -35,17 +26,20 @@ def share(part: float) -> settings:
     return settings(max_examples=round(settings.default.max_examples * part))
 
 
-def definition(problem):
-    inputs = problem.inputs()
-    return lambda dtype, roundings: plain_head(inputs, dtype, roundings)._asdict()
+#: Of which fp16 keeps its digits by the power of two that gradients of logits are multiplied by.
+SMALL_IN_FP16 = DrawnProblem(
+    seed=0, s=1, b=1, hidden_size=1, shards=(2,), dtype=torch.float16, values="high",
+    config=FusedCEConfig(strategy="store", logit_softcap=5.0, ignore_index=None),
+)  # fmt: skip
 
 
 @share(0.4)
 @given(problems())
+@example(SMALL_IN_FP16)
 def test_loss_and_gradients(problem):
     """And twice the same bits."""
-    made, again = run(problem, loss_of), run(problem, loss_of)
-    check(problem, made, definition(problem))
+    made, again = run(problem), run(problem)
+    check(problem, made)
     assert all(same_bits(made[name], again[name]) for name in made)
 
 
@@ -73,7 +67,7 @@ def test_other_losses(problem, loss):
         options["strategy"] = "recompute"  # the other upstream gradients must be known
     problem = replace(
         problem,
-        main_grad="",
+        grad_weight="returned",
         temperature=problem.temperature if loss.temperatures else "",
         flat=problem.flat and not loss.entries,
         config=replace(problem.config, **options),
@@ -86,11 +80,14 @@ def test_other_losses(problem, loss):
         made = loss.ask(hidden, weight, replace(inputs, labels=labels), **known, **options)
         return {name: value for name, value in made.items() if value is not None}
 
-    def evaluate(dtype, roundings):
-        outputs, (grad_hidden, grad_weight) = loss.plain(inputs, upstreams, dtype, roundings)
-        return {**outputs, "grad_hidden": grad_hidden, "grad_weight": grad_weight}
+    made = run(problem, head, upstreams, inputs=inputs)
+    check(problem, made, lambda *how: loss.plain(inputs, upstreams, *how))
 
-    check(problem, run(problem, head, upstreams, inputs=inputs), evaluate)
+
+def check_shards(rank: Rank, problem):
+    made = whole(rank, problem.sequence_parallel, run(problem, rank=rank.rank, group=rank.group))
+    if rank.rank == 0:
+        check(problem, made)
 
 
 @pytest.mark.rest
@@ -98,7 +95,8 @@ def test_other_losses(problem, loss):
 @given(problems(max_shards=4))
 def test_shards_over_ranks(problem):
     """TP 2 to 4, shards of any sizes, with sequence parallelism or not."""
-    check(problem, run_on_shards(problem), definition(problem))
+    with RankProcesses(len(problem.shards)) as world:
+        world.run(check_shards, problem)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is off where there is a GPU")
@@ -123,4 +121,4 @@ def test_triton_kernels(problem, exponentiating):
         # fp32, which it serves here alone, shows that in gradients that are small differences.
         assume(float(largest_logits(problem.inputs()).max()) < 2.0**6)
     with rows_by("triton"):
-        check(problem, run(problem, loss_of), definition(problem))
+        check(problem, run(problem))

@@ -32,8 +32,7 @@ from megatron_fused_ce.planner import choose as planner
 from megatron_fused_ce.ranks import agreement
 from megatron_fused_ce.rl import token_log_probs
 from megatron_fused_ce.scripts.lib.reference import make_inputs, make_teacher, relative_error
-from tests.support.op import STRATEGIES, at_odd_offset, leaves, run
-from tests.support.problems import same_bits
+from tests.support.op import STRATEGIES, at_odd_offset, leaves, run, same_bits
 
 PACKAGE = Path(megatron_fused_ce.__file__).parent
 ROOMS = ("distillation", "head", "logits", "losses", "ops", "ranks")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_fused_ce import losses
 from megatron_fused_ce.losses.terms import Pull, Term
-from tests.support.losses import LOSSES, Focal, Unlikelihood, true_value
+from tests.support.losses import TABLE, Focal, Unlikelihood, true_value
 
 
 def made(value: Any, pull: Any, **says: Any) -> Term:
@@ -261,8 +261,8 @@ RIGHT: dict[str, tuple[Any, ...]] = {
     "a closure over a constant": (at(lambda r: r.loss * CONSTANT, lambda r: one(r) * CONSTANT),),
     **{
         f"{name}: {output}": (term, lambda s, labels, term=term: true_value(term, s, labels))
-        for name, terms in LOSSES.items()
-        for output, term in terms.items()
+        for name, loss in TABLE.items()
+        for output, term in (loss.terms or {}).items()
         if term.gives
     },
 }

@@ -31,8 +31,8 @@ from megatron_fused_ce.ranks.agreement import history_of
 from megatron_fused_ce.rl import token_log_probs
 from megatron_fused_ce.scripts.lib.reference import make_inputs
 from tests.support.collectives import Collectives
-from tests.support.head import fresh_group, scaled_exp_dtype
-from tests.support.op import at_odd_offset, with_odd_rows
+from tests.support.op import EXP_DTYPE, at_odd_offset, fresh_group
+from tests.support.problems import laid_out
 from tests.support.ranks import Rank, on_ranks
 
 
@@ -43,7 +43,7 @@ class OneHead:
         # As a fresh launch has it: nothing was compared over it.
         self.group = group or dist.new_group(list(range(rank.size)))
         sizes = {"s": 24, "b": 1, "hidden_size": 32, "vocab": vocab}
-        self.inputs = make_inputs("plain", **sizes, dtype=scaled_exp_dtype(rank), device=rank.device)
+        self.inputs = make_inputs("plain", **sizes, dtype=EXP_DTYPE, device=rank.device)
         self.hidden, self.weight = self.inputs.hidden, self.inputs.weight.chunk(rank.size)[rank.rank]
         self.vocab_start = {"vocab_start": rank.rank * len(self.weight)}
 
@@ -59,7 +59,7 @@ class OneHead:
         return out, [out.loss.detach(), hidden.grad, weight.grad]
 
 
-PLACES = {"odd-offset": at_odd_offset, "odd-rows": with_odd_rows}
+PLACES = {"odd-offset": at_odd_offset, "odd-rows": partial(laid_out, how="columns of more")}
 
 
 def is_last(rank: Rank) -> bool:

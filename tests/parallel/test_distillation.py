@@ -11,22 +11,27 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fused_ce import (
-    DistillationOutputs,
-    FusedCEConfig,
-    fused_linear_cross_entropy,
-    fused_linear_distillation,
-)
+from megatron_fused_ce import FusedCEConfig
 from megatron_fused_ce.head import tokens
 from megatron_fused_ce.rl import token_divergence
-from tests.support import distillation, head, pairs
+from tests.support import distillation, pairs
 from tests.support.collectives import Collective, Collectives
-from tests.support.distillation import CONFIDENT, KINDS, DistillationResult, assert_right, make_problem, plain
-from tests.support.head import rows_of, same_on_all_ranks, scaled_exp_dtype, tokens_of
-from tests.support.op import STRATEGIES
+from tests.support.distillation import CONFIDENT, KINDS, assert_right, make_problem, plain
+from tests.support.losses import GRADIENTS
+from tests.support.op import (
+    EXP_DTYPE,
+    STRATEGIES,
+    Parts,
+    collectives_run,
+    rows_of,
+    run,
+    step,
+    strategy_in_place,
+    tokens_of,
+)
 from tests.support.ranks import Rank, Ranks, on_ranks
 
-#: Rows of the vocabulary, with the student's padding: as tests/support/head.py cuts them.
+#: Rows of the vocabulary, with the student's padding: as tests/support/op.py cuts them.
 VOCAB = {"equal": 100, "unequal": 97}
 
 
@@ -39,29 +44,19 @@ def over_ranks(
     teacher_sp: bool | None = None,
     shards: str = "unequal",
     **options,
-) -> DistillationResult:
+) -> Parts:
     """The whole result, on every rank."""
-    s, vocab = problem.hidden.shape[0], problem.weight.shape[0]
-    rows, tokens = rows_of(rank, shards, vocab), tokens_of(rank, s, sp)
-    hidden = problem.hidden[tokens].clone().requires_grad_()
-    weight = problem.weight[rows].clone().requires_grad_()
-    of_teacher = rows if rank.rank < rank.size - 1 else slice(rows.start, None)
-    made = fused_linear_distillation(
-        hidden,
-        weight,
-        problem.teacher_hidden[tokens_of(rank, s, sp if teacher_sp is None else teacher_sp)],
-        problem.teacher_weight[of_teacher],
-        **{
-            **problem.options,
-            **{"entropy": "detached", "token_weights": problem.upstream / 1.5, "config": config},
-            **{"tp_group": rank.group, "sequence_parallel": sp, "teacher_sequence_parallel": teacher_sp},
-            **options,
-        },
-    )
-    made.loss.backward(problem.upstream)
-    outputs = DistillationOutputs(*(None if each is None else each.detach() for each in made))
-    same_on_all_ranks(rank, *outputs)
-    return DistillationResult(outputs, *head.whole(rank, sp, hidden.grad, weight.grad))
+    rows, (hidden, weight) = rows_of(rank, shards, problem.weight.shape[0]), problem.teacher
+    positions = tokens_of(rank, len(hidden), sp if teacher_sp is None else teacher_sp)
+    of_teacher = hidden[positions], weight[rows.start : rows.stop if rank.rank < rank.size - 1 else None]
+    options = {"token_weights": problem.grad_loss / 1.5, "config": config, **options}
+
+    def ask(hidden, weight, **group):
+        return problem.ask(
+            hidden, weight, *of_teacher, teacher_sequence_parallel=teacher_sp, **options, **group
+        )
+
+    return step(problem, ask, rank, sp, shards)
 
 
 def against_fp64(
@@ -80,24 +75,18 @@ def against_fp64(
     if skips != "nothing":
         left_out = torch.rand(3, s, generator=torch.Generator().manual_seed(1)).to(rank.device) < 0.6
         left_out[:, : s // 4] = True  # the ranks' parts differ in how many
-        problem = replace(problem, upstream=problem.upstream.masked_fill(left_out, 0.0))
-        left_out = problem.upstream == 0
-    with head.strategy_in_place(strategy) as name, patch.object(tokens, "ROUND_TO", 4):
-        config = problem.config(
-            strategy=name,
-            chunk_tokens=chunk_tokens,
-            merge=merge,
-            skip_masked=skips == "masked",
-        )
+        problem = replace(problem, grad_loss=problem.grad_loss.masked_fill(left_out, 0.0))
+        left_out = problem.grad_loss == 0
+    with strategy_in_place(strategy) as name, patch.object(tokens, "ROUND_TO", 4):
+        given = {"chunk_tokens": chunk_tokens, "merge": merge, "skip_masked": skips == "masked"}
+        config = replace(problem.config, strategy=name, **given)
         layout = {"sp": sequence_parallel, "teacher_sp": teacher_sequence_parallel, "shards": shards}
         made = over_ranks(rank, problem, config, **layout)
-    exact = plain(problem).outputs
-    outputs = DistillationOutputs(
-        *(None if x is None else true.where(left_out, x) for true, x in zip(exact, made.outputs, strict=True))
-    )
-    for value in made.outputs:
-        assert value is None or not value[left_out].any()
-    assert_right(problem, made._replace(outputs=outputs))
+    exact = plain(problem)
+    for name in made.keys() - GRADIENTS:
+        assert not made[name][left_out].any()
+        made[name] = exact[name].where(left_out, made[name])
+    assert_right(problem, made)
 
 
 CASES = pairs.cases("divergence over ranks")
@@ -125,10 +114,10 @@ def test_four_ranks(rank: Rank, case):
 def test_logits_of_the_scaled_exp_gemm(rank: Rank, kind, strategy):
     """Of both sides, each with its own sample of all shards' rows."""
     problem = make_problem(
-        "sure of others", s=12, b=2, sizes=(16, 32), vocab=512, kind=kind, dtype=scaled_exp_dtype(rank),
+        "sure of others", s=12, b=2, sizes=(16, 32), vocab=512, kind=kind, dtype=EXP_DTYPE,
         temperature=2.0, with_labels=True, label_weights=0.5, device=rank.device,
     )  # fmt: skip
-    config = problem.config(strategy=strategy, chunk_tokens=16, logits_backend="scaled_exp")
+    config = replace(problem.config, strategy=strategy, chunk_tokens=16, logits_backend="scaled_exp")
     assert_right(problem, over_ranks(rank, problem, config, sp=True))
 
 
@@ -144,9 +133,10 @@ def test_confident_rows(rank: Rank, kind, merge):
         )
         if raised == 8:
             problem.weight[-1] = problem.weight[0]
-        made = over_ranks(rank, problem, problem.config(strategy="store", merge=merge), entropy="none")
-        assert made.grad_weight is not None
-        error = distillation.worst_row(made.grad_weight.t(), distillation.exact_rows(problem))
+        made = over_ranks(
+            rank, problem, replace(problem.config, strategy="store", merge=merge), entropy="none"
+        )
+        error = distillation.worst_row(made["grad_weight"].t(), distillation.exact_rows(problem))
         assert error <= 2e-6, f"{sides}, temperature {temperature}, raised by {raised}: {error}"
 
 
@@ -156,7 +146,7 @@ def test_confident_rows(rank: Rank, kind, merge):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_collectives_at_their_start_or_wait(rank: Rank, strategy, kind, at):
     """Of nine chunks, both sides gathered: nothing is overwritten that is still read or under way."""
-    with head.collectives_run(at):
+    with collectives_run(at):
         against_fp64(rank, strategy=strategy, kind=kind, sequence_parallel=True, chunk_tokens=8)
 
 
@@ -177,20 +167,14 @@ def test_collectives_that_are_late(rank: Rank, strategy, kind):
         torch.cuda._sleep(random.randrange(1_000_000))  # cycles
 
     def result() -> list[torch.Tensor]:
-        if kind != "loss":
-            made = over_ranks(rank, problem, config, sp=sp)
-            return [made.outputs.loss, made.grad_hidden, made.grad_weight]
-        hidden = problem.hidden[tokens_of(rank, 96, sp)].clone().requires_grad_()
-        weight = problem.weight[rows_of(rank, "unequal", 12800)].clone().requires_grad_()
-        loss = fused_linear_cross_entropy(
-            hidden, weight, problem.labels, token_weights=problem.upstream / 1.5, config=config,
-            tp_group=rank.group, sequence_parallel=sp,
-        )  # fmt: skip
-        loss.backward(problem.upstream)
-        return [loss.detach(), hidden.grad, weight.grad]
+        if kind == "loss":
+            weights = {"token_weights": problem.grad_loss / 1.5}
+            return list(run(problem, config, rank, sp, **weights))
+        made = over_ranks(rank, problem, config, sp=sp)
+        return [made[name] for name in ("loss", *GRADIENTS)]
 
-    with head.strategy_in_place(strategy, 3) as name:
-        config = problem.config(strategy=name, num_chunks=6, merge="packed" if sp else "all_reduce")
+    with strategy_in_place(strategy, 3) as name:
+        config = replace(problem.config, strategy=name, num_chunks=6, merge="packed" if sp else "all_reduce")
         expected = result()
         for _ in range(3):
             with Collectives({rank.group: "tp"}, before=delay):
@@ -203,10 +187,9 @@ def test_gradients_that_the_caller_sums(rank: Rank):
     problem = make_problem(s=6, b=2, vocab=97, kind="reverse_kl", device=rank.device)
     hidden, rows = problem.hidden.clone().requires_grad_(), rows_of(rank, "unequal", 97)
     made = token_divergence(
-        hidden, problem.weight[rows], problem.teacher_hidden, problem.teacher_weight[rows],
+        hidden, problem.weight[rows], problem.teacher[0], problem.teacher[1][rows],
         tp_group=rank.group, reduce_grad_hidden=False, config=FusedCEConfig(num_chunks=2), batch_first=False,
     )  # fmt: skip
-    made.loss.backward(problem.upstream)
+    made.loss.backward(problem.grad_loss)
     dist.all_reduce(hidden.grad)
-    outputs = plain(problem, torch.float64).outputs._replace(loss=made.loss.detach())
-    assert_right(problem, DistillationResult(outputs, hidden.grad, None))
+    assert_right(problem, {"loss": made.loss.detach(), "grad_hidden": hidden.grad})

@@ -24,9 +24,8 @@ from megatron_fused_ce.head import promise
 from megatron_fused_ce.ranks import agreement
 from tests.support import megatron
 from tests.support.collectives import Collectives
-from tests.support.head import plain_inputs, shard_of
 from tests.support.megatron import BATCH, DDP, SEQUENCE, Model, both_cores, flag, of_core
-from tests.support.op import promises
+from tests.support.op import plain_inputs, promises, shard_of
 from tests.support.ranks import Rank, on_ranks
 
 TWO, FOUR = both_cores(2, needs_nccl=DDP), of_core(4, megatron.NEWEST)

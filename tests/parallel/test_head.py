@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -13,13 +11,11 @@ from megatron_fused_ce import FusedCEConfig
 from megatron_fused_ce.head import tokens as head_tokens
 from megatron_fused_ce.head.autograd import linear_cross_entropy
 from megatron_fused_ce.head.call import Call
-from megatron_fused_ce.head.grad_weight import ReturnedGradWeight
-from megatron_fused_ce.scripts.lib.reference import HeadResult, make_inputs, plain_head
-from tests.support import head, pairs
-from tests.support.head import SIZES, rows_of, same_on_all_ranks, scaled_exp_dtype, strategy_in_place
-from tests.support.losses import assert_result
-from tests.support.op import STRATEGIES
-from tests.support.problems import open_main_grad
+from megatron_fused_ce.scripts.lib.reference import plain_head
+from tests.support import pairs
+from tests.support.losses import assert_within
+from tests.support.op import EXP_DTYPE, SIZES, STRATEGIES, sizes_of, strategy_in_place, whole
+from tests.support.problems import DrawnProblem, run
 from tests.support.ranks import Rank, on_ranks
 
 TWO, FOUR = pairs.cases("2 ranks"), pairs.cases("4 ranks")
@@ -74,71 +70,34 @@ def against_fp64(
     shards="equal", skip_masked=False, chunk_tokens=20,
 ) -> None:  # fmt: skip
     """One call, and its backward."""
-    scaled_exp = backend == "scaled_exp"
-    vocab = 512 if scaled_exp else 100 if shards == "equal" else 97
-    options = dict(pairs.OPTIONS[option])
-    if scaled_exp and "true_vocab_size" in options:
-        options["true_vocab_size"] = 200
-    dtype = scaled_exp_dtype(rank) if scaled_exp else getattr(torch, dtype)
-    # Half the tokens, in chunks of half as many, for Triton's interpreter.
-    fewer = 2 if scaled_exp and rank.device.type == "cpu" else 1
-    s, b = SIZES["s"] // fewer, SIZES["b"]
-    scale = options.get("logit_scale", 1.0)
-    sizes = {**SIZES, "vocab": vocab, "s": s}
-    inputs = make_inputs(kind, **sizes, dtype=dtype, device=rank.device, logit_scale=scale)
-    skipped = torch.zeros_like(inputs.labels, dtype=torch.bool)
-    if skip_masked:
-        # Other numbers of tokens in each rank's part, in one of four none at all.
-        skipped[:, : s // 4], skipped[0, 2 * (s // 4) - 2 :: 2] = True, True
-        inputs.grad_loss.masked_fill_(skipped, 0.0)
-    weights, labels = inputs.grad_loss / -3.0, inputs.labels
-    rows = rows_of(rank, shards, vocab)
-    hidden = inputs.hidden[head.tokens_of(rank, s, sequence_parallel)].clone().requires_grad_()
-    weight = inputs.weight[rows].clone().requires_grad_(grad_weight != "frozen")
-    given, flat = hidden, tokens == "[T, H]"
-    if flat:
-        given, labels, weights = hidden.flatten(0, 1), labels.t().reshape(-1), weights.t().flatten()
+    vocab = 512 if backend == "scaled_exp" else 100 if shards == "equal" else 97
+    options, dtype, fewer = {"ignore_index": None, **pairs.OPTIONS[option]}, getattr(torch, dtype), 1
+    if backend == "scaled_exp":
+        options |= {"true_vocab_size": 200} if "true_vocab_size" in options else {}
+        # Half the tokens, in chunks of half as many, for Triton's interpreter.
+        dtype, fewer = EXP_DTYPE, 2 if rank.device.type == "cpu" else 1
     with strategy_in_place(strategy) as strategy, patch.object(head_tokens, "ROUND_TO", 4):
-        config = FusedCEConfig(
-            strategy=strategy,
-            chunk_tokens=chunk_tokens // fewer,
-            logits_backend=backend,
-            merge=merge,
-            skip_masked=skip_masked,
-            **{"ignore_index": None, **options},
-        )
-        inputs = replace(inputs, config=config)
+        options |= {"chunk_tokens": chunk_tokens // fewer, "logits_backend": backend, "merge": merge}
+        problem = DrawnProblem(
+            seed=0, s=SIZES["s"] // fewer, b=3, hidden_size=32, shards=sizes_of(rank, shards, vocab),
+            dtype=dtype, values=kind, flat=tokens == "[T, H]", grad_weight=grad_weight, log2_promise=2,
+            sequence_parallel=sequence_parallel, names_start=vocab_start == "given",
+            config=FusedCEConfig(strategy, skip_masked=skip_masked, **options),
+        )  # fmt: skip
+        inputs = problem.inputs(rank.device)
+        skipped = torch.zeros_like(inputs.labels, dtype=torch.bool)
+        if skip_masked:
+            # Other numbers of tokens in each rank's part, in one of four none at all.
+            skipped[:, : problem.s // 4], skipped[0, 2 * (problem.s // 4) - 2 :: 2] = True, True
+            inputs.grad_loss.masked_fill_(skipped, 0.0)
         exact, eager = (plain_head(inputs, of) for of in (torch.float64, dtype))
-        main_grad, opened, earlier = None, ReturnedGradWeight, 0.0
-        if "main_grad" in grad_weight:
-            # Of an earlier micro-batch.
-            earlier = exact.grad_weight.roll(1, 0).to(dtype if "low" in grad_weight else torch.float32)
-            main_grad = earlier[rows].clone()
-            opened = partial(open_main_grad, main_grad)
-        loss = linear_cross_entropy(
-            Call(
-                given,
-                weight,
-                labels,
-                tp_group=rank.group,
-                sequence_parallel=sequence_parallel,
-                vocab_start=rows.start if vocab_start == "given" else None,
-                config=config,
-                token_weights=weights,
-                open_grad_weight=opened,
-            )
-        ).loss
-        loss = loss.view(s, b).t() if flat else loss
-        loss.backward(inputs.grad_loss)
-    same_on_all_ranks(rank, loss)
-    assert weight.grad is None or main_grad is None
-    of_weight = weight.grad if main_grad is None else main_grad
-    of_weight = exact.grad_weight[rows] if of_weight is None else of_weight
-    result = HeadResult(loss.detach(), *head.whole(rank, sequence_parallel, hidden.grad, of_weight))
+        earlier = exact.grad_weight.roll(1, 0) * ("main_grad" in grad_weight)  # of an earlier micro-batch
+        earlier = earlier.to(dtype if "low" in grad_weight else torch.float32)
+        made = run(problem, inputs=inputs, rank=rank.rank, group=rank.group, earlier=earlier)
+    made = whole(rank, sequence_parallel, made)
     exact, eager = (
-        HeadResult(of.loss.where(~skipped, 0.0), of.grad_hidden, of.grad_weight + earlier)
+        of._replace(loss=of.loss.where(~skipped, 0.0), grad_weight=of.grad_weight + earlier)
         for of in (exact, eager)
     )
-    assert_result(result, exact, eager, dtype)
-    at = skipped.t()
-    assert torch.equal(result.grad_hidden[at], torch.zeros_like(result.grad_hidden[at]))
+    assert_within(made, exact, eager, dtype)
+    assert not made["grad_hidden"][skipped.t()].any()

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -19,10 +18,20 @@ from megatron_fused_ce import (
 from megatron_fused_ce.losses.outputs import OUTPUTS
 from megatron_fused_ce.scripts.lib import reference
 from megatron_fused_ce.scripts.lib.reference import make_inputs, plain_head, relative_error
-from tests.support import head, pairs
-from tests.support.head import plain_inputs, rows_of, same_on_all_ranks, scaled_exp_dtype, shard_of
+from tests.support import pairs
 from tests.support.losses import TABLE, assert_close, compare
-from tests.support.op import STRATEGIES
+from tests.support.op import (
+    EXP_DTYPE,
+    SIZES,
+    STRATEGIES,
+    collectives_run,
+    plain_inputs,
+    rows_of,
+    run,
+    same_on_all_ranks,
+    shard_of,
+    tokens_of,
+)
 from tests.support.ranks import Rank, on_ranks
 
 STRATEGY_SP = pytest.mark.parametrize(
@@ -32,12 +41,7 @@ STRATEGY_SP = pytest.mark.parametrize(
 
 def fused_result(rank: Rank, inputs, config, sp=False) -> reference.HeadResult:
     """Loss and gradients of the whole, on every rank; the upstream gradient is -3 times the token weights."""
-    hidden, weight, settings = shard_of(rank, inputs, sp, "equal")
-    settings |= {"config": config, "token_weights": inputs.grad_loss / -3.0}
-    loss = fused_linear_cross_entropy(hidden, weight, inputs.labels, **settings)
-    loss.backward(inputs.grad_loss)
-    same_on_all_ranks(rank, loss)
-    return reference.HeadResult(loss.detach(), *head.whole(rank, sp, hidden.grad, weight.grad))
+    return run(inputs, config, rank, sp, "equal", token_weights=inputs.grad_loss / -3.0)
 
 
 def assert_right(rank: Rank, result, inputs, exponents: float) -> None:
@@ -81,7 +85,7 @@ def with_a_column_of_ones(rank: Rank, dtype: torch.dtype) -> reference.HeadInput
 @pytest.mark.parametrize(("backend", "gap"), [("gemm_rows", -600.0), ("scaled_exp", 600.0)])
 def test_shards_600_nats_apart(rank: Rank, backend, gap, strategy):
     """The far ones vanish without NaN."""
-    dtype = scaled_exp_dtype(rank) if backend == "scaled_exp" else torch.float32
+    dtype = EXP_DTYPE if backend == "scaled_exp" else torch.float32
     inputs = with_a_column_of_ones(rank, dtype)
     for index, rows in enumerate(inputs.weight.chunk(rank.size)):
         rows[:, 0] = gap * index
@@ -93,7 +97,7 @@ def test_shards_600_nats_apart(rank: Rank, backend, gap, strategy):
 @STRATEGY_SP
 def test_an_outlier_in_one_shard(rank: Rank, strategy, sp):
     """A logit of 100 that the sampled rows miss: the other shards' rows follow into its unit."""
-    inputs, outlier = with_a_column_of_ones(rank, scaled_exp_dtype(rank)), 100.0
+    inputs, outlier = with_a_column_of_ones(rank, EXP_DTYPE), 100.0
     inputs.weight[:, 0] = inputs.weight[301] = 0.0
     inputs.weight[301, 0] = outlier
     inputs.hidden[len(inputs.hidden) // 2 :, 0, 0] = 0.0  # half of the tokens do not meet it
@@ -134,7 +138,7 @@ def test_frozen_operands(rank: Rank, strategy):
     """One of them under sequence parallelism, with the gradients of two backwards; without gradients, too."""
     inputs = plain_inputs(rank, s=8, b=2, vocab=100)
     exact = plain_head(inputs, torch.float64)
-    mine = exact.grad_hidden[head.tokens_of(rank, 8, True)], exact.grad_weight[rows_of(rank, "equal", 100)]
+    mine = exact.grad_hidden[tokens_of(rank, 8, True)], exact.grad_weight[rows_of(rank, "equal", 100)]
     for trained in (0, 1, None):
         hidden, weight, settings = shard_of(rank, inputs, True, "equal")
         settings["config"] = FusedCEConfig(strategy=strategy, num_chunks=2, debug_checks=True)
@@ -177,10 +181,8 @@ def test_a_sum_of_terms(rank: Rank, asked, strategy, sp):
 
 
 def as_fp64(rank: Rank, asked, strategy, sequence_parallel, merge="auto", dtype=torch.float32):
-    inputs = make_inputs("odd-labels", **head.SIZES, dtype=dtype, device=rank.device)
-    hidden, weight, group = shard_of(rank, inputs, sequence_parallel)
-    wholes = partial(head.whole, rank, sequence_parallel)
-    compare(TABLE[asked], inputs, strategy, (hidden, weight), wholes, group, merge=merge)
+    inputs = make_inputs("odd-labels", **SIZES, dtype=dtype, device=rank.device)
+    compare(TABLE[asked], inputs, strategy, rank, sequence_parallel, merge=merge)
 
 
 @on_ranks(2)
@@ -205,7 +207,7 @@ def test_entropy_of_scaled_exp_shards(rank: Rank, merge):
     inputs = plain_inputs(rank, vocab=512, s=8)
     inputs.hidden[..., 0] = 1.0
     inputs.weight[300:, 0] += 30.0
-    dtype = scaled_exp_dtype(rank)
+    dtype = EXP_DTYPE
     inputs = replace(inputs, hidden=inputs.hidden.to(dtype), weight=inputs.weight.to(dtype))
     config = FusedCEConfig(chunk_tokens=14, merge=merge, logits_backend="scaled_exp")
     hidden, weight, settings = shard_of(rank, inputs, True)
@@ -233,6 +235,6 @@ def test_collectives_at_their_start_or_wait(rank: Rank, strategy, at, sp, merge)
     goes into a slot that is still read. Random delays: test_distillation.py."""
     inputs = plain_inputs(rank, b=2, vocab=512)
     config = FusedCEConfig(strategy=strategy, chunk_tokens=8, merge=merge, logits_backend="gemm_rows")
-    with head.collectives_run(at):
+    with collectives_run(at):
         result = fused_result(rank, inputs, config, sp)
     assert_close(result, inputs)

@@ -15,8 +15,7 @@ from megatron_fused_ce.logits import rows_torch
 from megatron_fused_ce.planner import memory
 from megatron_fused_ce.planner.chunks import Cut
 from megatron_fused_ce.scripts.lib.live_storages import LiveStorages
-from tests.support.head import scaled_exp_dtype
-from tests.support.op import STRATEGIES
+from tests.support.op import EXP_DTYPE, STRATEGIES
 from tests.support.ranks import Rank, on_ranks
 
 #: Logits of a chunk are most of it, hidden states the next: each buffer more is seen.
@@ -43,7 +42,7 @@ def test_bytes(rank: Rank, strategy, backend, case):
 
 
 def peaks_are_as_predicted(rank: Rank, strategy, backend, sp=False, num_chunks=4, trained=True) -> None:
-    dtype, num_tokens, parts = scaled_exp_dtype(rank), num_chunks * C, rank.size if sp else 1
+    dtype, num_tokens, parts = EXP_DTYPE, num_chunks * C, rank.size if sp else 1
     generator = torch.Generator().manual_seed(rank.rank)
     hidden, weight = (
         torch.randn(size, H, generator=generator).to(rank.device, dtype) for size in (num_tokens // parts, V)

@@ -6,16 +6,17 @@ hook in the backward launches its gradients' all-reduce, as Megatron's overlaps 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, fused_linear_distillation
+from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy
 from tests.support.collectives import Collective, Collectives, RandomDelays
 from tests.support.distillation import make_problem
-from tests.support.head import fresh_group, rows_of, strategy_in_place, tokens_of
+from tests.support.op import fresh_group, rows_of, shard_of, strategy_in_place, tokens_of
 from tests.support.ranks import Rank, on_ranks
 
 NUM_CHUNKS = 4
@@ -181,28 +182,26 @@ def test_which_collectives(rank: Rank, order):
     beside = order in OF_DIVERGENCES
     kind, strategy, sp, teacher_sp = order if beside else ("forward_kl", *order[:2], False)
     problem = make_problem(s=6, b=2, sizes=(8, 4), vocab=100, kind=kind, device=rank.device)
-    config = problem.config(
-        strategy=strategy, num_chunks=2 if beside else 3, merge="packed" if beside else order[2]
-    )
-    hidden = problem.hidden[tokens_of(rank, 6, sp)].clone().requires_grad_()
-    rows = rows_of(rank, "equal", 100)
-    weight = problem.weight[rows].clone().requires_grad_()
-    settings = {"tp_group": rank.group, "sequence_parallel": sp, "config": config}
-    settings["token_weights"] = problem.upstream
+    merge = "packed" if beside else order[2]
+    config = replace(problem.config, strategy=strategy, num_chunks=2 if beside else 3, merge=merge)
+    hidden, weight, settings = shard_of(rank, problem, sp, "equal")
+    settings |= {"config": config, "token_weights": problem.grad_loss}
+    of_hidden, of_weight = problem.teacher
+    teacher = of_hidden[tokens_of(rank, 6, teacher_sp)], of_weight[rows_of(rank, "equal", 100)]
 
     def loss() -> torch.Tensor:
         if not beside:
             return fused_linear_cross_entropy(hidden, weight, problem.labels, **settings)
-        teacher = problem.teacher_hidden[tokens_of(rank, 6, teacher_sp)], problem.teacher_weight[rows]
-        options = {**problem.options, "teacher_sequence_parallel": teacher_sp}
-        return fused_linear_distillation(hidden, weight, *teacher, **options, **settings).loss
+        return problem.ask(
+            hidden, weight, *teacher, entropy="none", teacher_sequence_parallel=teacher_sp, **settings
+        )["loss"]
 
     seen = []
     for _ in range(2):  # a head's first call is compared
         with Collectives({rank.group: "tp"}) as forward:
             made = loss()
         with Collectives({rank.group: "tp"}) as backward:
-            made.backward(problem.upstream)
+            made.backward(problem.grad_loss)
         seen.append((forward.calls, backward.calls))
     letters = letters_of(6 if beside else 4)
     told = tuple("".join(letters.get((c.name, c.shapes), f" {c} ") for c in calls) for calls in seen[1])

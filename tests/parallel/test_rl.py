@@ -15,14 +15,7 @@ from megatron_fused_ce import FusedCEConfig
 from megatron_fused_ce.head import tokens
 from megatron_fused_ce.rl import token_log_probs
 from megatron_fused_ce.scripts.lib.reference import FLOOR, make_inputs, plain_several, relative_error
-from tests.support.head import (
-    SIZES,
-    same_on_all_ranks,
-    scaled_exp_dtype,
-    shard_of,
-    whole,
-)
-from tests.support.op import gemm_flops
+from tests.support.op import EXP_DTYPE, SIZES, gemm_flops, same_on_all_ranks, shard_of, whole
 from tests.support.ranks import Rank, on_ranks
 
 
@@ -90,7 +83,7 @@ def test_against_fp64(rank: Rank, name):
     fullest part has that count; a gradient outside of them, on one rank, raises on all."""
     case, chunk_tokens, sizes, dtype = CASES[name], 28, SIZES, CASES[name].dtype
     if "logits_backend" in case.options:
-        dtype, chunk_tokens, sizes = scaled_exp_dtype(rank), 14, {**SIZES, "s": 12, "vocab": 512}
+        dtype, chunk_tokens, sizes = EXP_DTYPE, 14, {**SIZES, "s": 12, "vocab": 512}
         if rank.device.type == "cuda":  # many steps of a GEMM along k, and of each row
             sizes, chunk_tokens = {"s": 2050, "b": 2, "hidden_size": 1024, "vocab": 12800}, 1400
     kind = "peaked" if case.count else "odd-labels"
@@ -140,7 +133,7 @@ def test_against_fp64(rank: Rank, name):
         assert unknown.any() and not log_prob[unknown].any()
         told &= ~unknown
     ours = [log_prob[told], None if made.entropy is None else made.entropy.detach()[active]]
-    ours += whole(rank, case.sp, hidden.grad, weight.grad)
+    ours += whole(rank, case.sp, {"grad_hidden": hidden.grad, "grad_weight": weight.grad}).values()
     select = [lambda x: x[told], lambda x: x[active], lambda x: x, lambda x: x]
     floor = 2 * FLOOR[dtype]
     for value, true, rough, of in zip(ours, exact, eager, select, strict=True):

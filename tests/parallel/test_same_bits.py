@@ -11,7 +11,7 @@ import torch
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy
 from megatron_fused_ce.rl import token_log_probs
-from tests.support.head import scaled_exp_dtype
+from tests.support.op import EXP_DTYPE
 from tests.support.ranks import Rank, on_ranks
 
 ON_GPUS = torch.cuda.is_available()
@@ -36,7 +36,7 @@ PROBES = 5
 def test_bits_of_a_token(rank: Rank, strategy, sequence_parallel, temperatures):
     """With ``temperatures`` the log-probability, at one temperature per token."""
     vocab = 2000 if ON_GPUS else 80
-    dtype, device = scaled_exp_dtype(rank), rank.device
+    dtype, device = EXP_DTYPE, rank.device
     draw = torch.Generator(device).manual_seed(11)
 
     def normal(*shape: int) -> torch.Tensor:

@@ -11,8 +11,7 @@ import torch
 from megatron_fused_ce import FusedCEConfig, fused_linear_topk
 from megatron_fused_ce.head import tokens as head_tokens
 from megatron_fused_ce.scripts.lib.reference import FLOOR, relative_error
-from tests.support.head import rows_of, same_on_all_ranks, tokens_of
-from tests.support.op import gemm_flops
+from tests.support.op import gemm_flops, rows_of, same_on_all_ranks, tokens_of
 from tests.support.ranks import Rank, on_ranks
 
 S, B, H, V = 24, 3, 8, 97

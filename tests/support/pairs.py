@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 
 from megatron_fused_ce.scripts.lib.reference import KINDS
-from tests.support.distillation import KINDS as DIVERGENCES
-from tests.support.distillation import OPTIONS as DIVERGENCE_OPTIONS
-from tests.support.distillation import VALUES
+from tests.support import distillation, op
 from tests.support.losses import LOSS_OPTIONS
 
 DTYPES = ("float32", "bfloat16", "float16")
-STRATEGIES = ("store", "recompute", "grad_in_forward", "mixed")
-#: Of :class:`.FusedCEConfig`, by name; sizes are those of the smaller vocabulary of tests/support/head.py.
+STRATEGIES = (*op.STRATEGIES, "mixed")
+#: Of :class:`.FusedCEConfig`, by name; sizes are those of the smaller vocabulary of tests/support/op.py.
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     **LOSS_OPTIONS,
@@ -29,10 +27,8 @@ BEYOND_SCALED_EXP = tuple(name for name, options in OPTIONS.items() if "label_sm
 
 #: What it makes, small enough for every size of tests/kernels/test_scaled_exp.py.
 SCALED_EXP_OPTIONS: dict[str, dict[str, Any]] = {
-    "z-loss": {"z_loss": 1e-2},
-    "softcap": {"logit_softcap": 5.0},
-    "masked": {"true_vocab_size": 53},
-    "all": {"z_loss": 1e-3, "logit_softcap": 30.0, "true_vocab_size": 45, "ignore_index": -100},
+    **{name: LOSS_OPTIONS[name] for name in ("z-loss", "softcap", "masked padding")},
+    "all": {name: value for name, value in LOSS_OPTIONS["all"].items() if name != "label_smoothing"},
 }
 
 LAYOUT = {
@@ -42,8 +38,7 @@ LAYOUT = {
     "merge": ("packed", "all_reduce"),
     "shards": ("equal", "unequal"),
     "skip_masked": (False, True),
-    #: Two, four or six chunks and more: a ring of buffers has room for three.
-    "chunk_tokens": (40, 20, 12),
+    "chunk_tokens": (40, 20, 12),  # two chunks, four, six and more: a ring of buffers has room for three
 }
 AXES: dict[str, dict[str, tuple[Any, ...]]] = {
     "2 ranks": {
@@ -72,9 +67,9 @@ AXES: dict[str, dict[str, tuple[Any, ...]]] = {
         "strategy": STRATEGIES[:3],
     },
     "divergence": {
-        "values": tuple(VALUES),
-        "kind": tuple(DIVERGENCES),
-        "option": tuple(DIVERGENCE_OPTIONS),
+        "values": tuple(distillation.VALUES),
+        "kind": tuple(distillation.KINDS),
+        "option": tuple(distillation.OPTIONS),
         "dtype": DTYPES,
         "teacher_dtype": ("the student's", "another"),
         "strategy": STRATEGIES,
@@ -83,7 +78,7 @@ AXES: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "divergence over ranks": {
         "values": ("plain", "near", "sure of others", "wide student"),
-        "kind": tuple(DIVERGENCES)[:3],
+        "kind": tuple(distillation.KINDS)[:3],
         "option": ("plain", "label weights", "more padding", "less padding"),
         "strategy": STRATEGIES,
         "sequence_parallel": (False, True),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -24,16 +24,6 @@ FP16_LARGE_WEIGHT_BITS = 4
 FP16_GRAD_HIDDEN_BITS = 4
 
 
-def fp16_scale_of_gradients(upstream: float, weight: Tensor) -> float:
-    """The power of two by which fp16 holds gradients of logits for upstream gradients of that size."""
-    if not 0 < upstream < math.inf:
-        return 1.0
-    _, of_upstream = math.frexp(upstream)
-    _, of_weight = math.frexp(float(weight.detach().abs().max()))
-    headroom = FP16_GRADIENT_BITS - max(0, of_weight - FP16_LARGE_WEIGHT_BITS)
-    return 2.0 ** min(100, max(-100, headroom - of_upstream))
-
-
 class Roundings:
     """Moves numbers as far as rounding them could, up or down at random.
 
@@ -43,21 +33,24 @@ class Roundings:
     results; some steps in fp32 beside them (docs/math.md, Precision).
     """
 
-    def __init__(self, inputs: HeadInputs, seed: int, shards: Sequence[int] = ()) -> None:
+    def __init__(self, inputs: HeadInputs, seed: int, shards: tuple[int, ...]) -> None:
         info = torch.finfo(inputs.hidden.dtype)
         self._generator = torch.Generator().manual_seed(seed)
         # By all of a rounding, or by any part of it: equal numbers then come to differ.
         self._to_the_end = seed % 2 == 0
-        self._shards = list(shards) or [inputs.weight.shape[0]]
+        self._shards = shards
         # Half the distance from 1 to the next number, and between the numbers below the normal ones.
         self._unit, self._subnormal = info.eps / 2, info.smallest_normal * info.eps / 2
         # The same of a gradient of a logit, and of grad_hidden until it gets its size: grad_in_forward makes
         # it for upstream gradients of about 1, fp16 at a power of two times its size.
-        upstream = inputs.grad_loss.abs().max() * abs(inputs.logit_scale)
+        upstream = float(inputs.grad_loss.abs().max() * abs(inputs.logit_scale))
         waits = inputs.config.strategy in ("grad_in_forward", "auto")
-        self._gradient, self._waiting = self._subnormal, float(upstream) * self._subnormal * waits
+        self._gradient, self._waiting = self._subnormal, upstream * self._subnormal * waits
         if inputs.hidden.dtype == torch.float16:
-            self._gradient /= fp16_scale_of_gradients(float(upstream), inputs.weight)
+            if 0 < upstream < math.inf:
+                (_, of_upstream), (_, of_weight) = map(math.frexp, (upstream, inputs.weight.abs().max()))
+                bits = of_upstream + max(0, of_weight - FP16_LARGE_WEIGHT_BITS) - FP16_GRADIENT_BITS
+                self._gradient *= 2.0 ** min(100, max(-100, bits))
             self._waiting = self._waiting * 2.0**-FP16_GRAD_HIDDEN_BITS + self._gradient
 
     def of_loss(self, loss: Tensor, log_of_sum: float | Tensor) -> Tensor:
@@ -100,5 +93,5 @@ class Roundings:
 def _with_gradient(x: Tensor, moved: Callable[[Tensor], Tensor]) -> Tensor:
     """``x``, whose gradient goes through ``moved``."""
     x = x.view_as(x)
-    x.register_hook(moved)  # type: ignore[no-untyped-call]
+    x.register_hook(moved)
     return x

@@ -24,8 +24,7 @@ from megatron_fused_ce.head.grad_weight import ReturnedGradWeight
 from megatron_fused_ce.losses.outputs import OUTPUTS
 from megatron_fused_ce.scripts.lib.reference import make_inputs
 from tests.support.losses import LOSS_OPTIONS, Loss
-from tests.support.op import rows_by
-from tests.support.problems import open_main_grad
+from tests.support.op import open_main_grad, rows_by
 
 SIZES = {"s": 8, "b": 2, "hidden_size": 12, "vocab": 40}
 
