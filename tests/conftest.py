@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections import Counter
 
 import torch
@@ -21,6 +20,8 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import hypothesis
 import pytest
+
+from tests.support import rank_process
 
 # Of tests/op/test_properties.py, over all of its properties; other tests name their own number.
 hypothesis.settings.register_profile(
@@ -72,12 +73,7 @@ def _place(item: pytest.Item) -> int:
 @pytest.fixture(autouse=True)
 def no_call_before() -> None:
     """No kind of call was seen: a test may change what a spec was made from."""
-    agreement = sys.modules.get("megatron_fused_ce.ranks.agreement")
-    if agreement is not None:
-        agreement.forget()
-    promise = sys.modules.get("megatron_fused_ce.head.promise")
-    if promise is not None:  # the benchmark takes one that was broken before for its own
-        promise.counts = promise.Counts()
+    rank_process.forget()
 
 
 def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:

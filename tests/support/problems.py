@@ -19,7 +19,7 @@ from megatron_fused_ce.head.call import Call
 from megatron_fused_ce.head.grad_weight import InPlaceGradWeight
 from megatron_fused_ce.scripts.lib.reference import FLOOR, KINDS, HeadInputs, make_inputs, relative_error
 from tests.support.op import DTYPES
-from tests.support.ranks import Rank, RankProcesses
+from tests.support.ranks import Rank, Ranks, outcomes, results
 from tests.support.roundings import Roundings
 
 LABELS = ("any", "one", "edges", "outside")
@@ -196,8 +196,7 @@ def run_part(rank: Rank, problem: DrawnProblem) -> dict[str, Any]:
 
 def run_on_shards(problem: DrawnProblem) -> Parts:
     """The whole result of a problem, each shard on a rank of its own."""
-    with RankProcesses(len(problem.shards)) as world:
-        sent = world.run(run_part, problem)
+    sent = results(outcomes(Ranks(len(problem.shards)), run_part, problem))
     return joined(problem, [
         {name: torch.from_numpy(array).to(dtype) for name, (dtype, array) in part.items()} for part in sent
     ])  # fmt: skip
