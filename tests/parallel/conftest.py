@@ -13,7 +13,7 @@ if torchrun.IS_RANK:
 
     def pytest_configure() -> None:
         if torchrun.RANK:
-            torchrun.serve()
+            torchrun.this_rank().serve()
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(items: list[Any]) -> None:
@@ -22,4 +22,4 @@ if torchrun.IS_RANK:
         items.sort(key=lambda item: params[item].get("ranks", Ranks(1)).environment != PLAIN)
 
     def pytest_unconfigure() -> None:
-        torchrun.end()
+        torchrun.this_rank().end()

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch.distributed as dist
 
-from tests.support.ranks import Rank, RankFailure, Ranks, outcomes, results, run_on_ranks
+from tests.support.ranks import Rank, RankFailure, Ranks, outcomes, results
 
 
 def its_process(rank: Rank) -> int:
@@ -44,11 +44,11 @@ def test_a_failing_rank(how, words):
     """It fails its test with its words, in time; the next test has ranks of its own."""
     began = time.monotonic()
     with pytest.raises(RankFailure) as raised:
-        run_on_ranks(Ranks(2), goes_wrong, how, timeout_s=3.0)
+        results(outcomes(Ranks(2), goes_wrong, how, timeout_s=3.0))
     for word in words:
         assert word in str(raised.value)
     assert time.monotonic() - began < 30
-    assert len(set(run_on_ranks(Ranks(2), its_process))) == 2
+    assert len(set(results(outcomes(Ranks(2), its_process)))) == 2
 
 
 def test_ranks_live_on_and_heal():

@@ -44,8 +44,8 @@ class Server:
         with tempfile.NamedTemporaryFile() as output:
             given = list(map(str, words)), str(folder), output.name, list(ranks), environment
             made = outcomes(forked, run, *given, timeout_s=TIMEOUT_S)
-            status = next((one.status for one in made if one.status > 0), any(one.failed for one in made))
-            return int(status), Path(output.name).read_text()
+            ends = [abs(one.status) if one.kind == "died" else int(one.failed) for one in made]
+            return max(ends), Path(output.name).read_text()
 
 
 def run(

@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 
 #: Of a collective. Longer than any test's, shorter than what a test may take.
 GROUP_TIMEOUT_S = 60
-#: Until all ranks have joined: those on GPUs import torch and Megatron first.
+#: Of a first call on GPUs, in addition: the ranks import torch and Megatron, and join.
 START_TIMEOUT_S = 300.0
 #: Of a failing rank's output, what is shown.
 OUTPUT_CHARACTERS = 4000
@@ -137,10 +137,6 @@ def run(call: bytes, this_rank: Callable[[], Rank]) -> Outcome:
         return Outcome("raised", traceback.format_exc())
 
 
-def joined(rank: Rank) -> None:
-    """The first call."""
-
-
 def forget() -> None:
     """No kind of call was seen: a test may change what a spec was made from."""
     if agreement := sys.modules.get("megatron_fused_ce.ranks.agreement"):
@@ -196,6 +192,7 @@ class World:
 
     def __init__(self, ranks: Ranks, on_gpus: bool) -> None:
         self._ranks, self._on_gpus = ranks, on_gpus
+        self._start_s = START_TIMEOUT_S * on_gpus
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         self._connections: list[Connection] = []
         self._processes: list[int] = []
@@ -244,7 +241,8 @@ class World:
             with contextlib.suppress(BrokenPipeError):  # it has died: that is its outcome
                 connection.send_bytes(call)
         made: dict[int, Outcome] = {}
-        late, until = "hung", time.monotonic() + timeout_s
+        late, until = "hung", time.monotonic() + timeout_s + self._start_s
+        self._start_s = 0.0
         while waiting := {c: rank for rank, c in enumerate(self._connections) if rank not in made}:
             ready = wait([requests, *waiting], max(0.0, until - time.monotonic()))
             if requests in ready:
@@ -315,12 +313,8 @@ def serve(requests: Connection, on_gpus: bool) -> NoReturn:
         if len(threads) > 1:
             requests.send(f"cannot fork: {module} or an earlier module has started threads: {threads}")
             continue
-        world, made = worlds.pop(ranks, None), []
-        if world is None:
-            world = World(ranks, on_gpus)
-            made = world.run(pickle.dumps((joined, (), {})), START_TIMEOUT_S, limits[1], requests)
-        if not any(outcome.failed for outcome in made):
-            made = world.run(call, *limits, requests)
+        world = worlds.pop(ranks, None) or World(ranks, on_gpus)
+        made = world.run(call, *limits, requests)
         failed = any(outcome.failed for outcome in made)
         if lives_on and not failed:
             worlds[ranks] = world

@@ -157,7 +157,7 @@ def on_ranks(*worlds: Any, timeout_s: float = TIMEOUT_S) -> Callable[[Callable[.
                 run_on_ranks(ranks, made, timeout_s=timeout_s, **options)
             elif ranks.size == torchrun.SIZE:
                 call = pickle.dumps((made, (), options))
-                results(torchrun.outcomes(ranks.environment, call, NUM_GPUS > 0, timeout_s))
+                results(torchrun.this_rank().ask(ranks.environment, call, NUM_GPUS > 0, timeout_s))
             else:
                 pytest.skip(f"{ranks.size} ranks: torchrun has started {torchrun.SIZE}")
 
