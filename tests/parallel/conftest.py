@@ -1,41 +1,25 @@
-"""Under torchrun each pytest is one rank: the same order of tests on all of them, lines from rank 0 only."""
+"""Under torchrun the pytest of rank 0 runs the tests; the other ranks do what it asks for."""
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 
 from tests.support import torchrun
-from tests.support.rank_process import PLAIN
-from tests.support.ranks import Ranks
-
-
-def environment_of(item: Any) -> Any:
-    ranks = item.callspec.params.get("ranks") if hasattr(item, "callspec") else None
-    return ranks.environment if isinstance(ranks, Ranks) else PLAIN
-
+from tests.support.rank_process import PLAIN, Ranks
 
 if torchrun.IS_RANK:
 
-    @pytest.hookimpl(trylast=True)
-    def pytest_configure(config: Any) -> None:
+    def pytest_configure() -> None:
         if torchrun.RANK:
-            reporter = config.pluginmanager.get_plugin("terminalreporter")
-            reporter._tw._file = open(os.devnull, "w")  # noqa: SIM115  until the process ends
+            torchrun.this_rank().serve()
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(items: list[Any]) -> None:
-        """The plain environment's tests first: what Megatron's changes in a process stays changed.
-
-        Of several such environments the first is kept; the others' tests are skipped.
-        """
-        items.sort(key=lambda item: environment_of(item) != PLAIN)
-        kept = next((each for item in items if (each := environment_of(item)) != PLAIN), PLAIN)
-        for item in items:
-            if environment_of(item) not in (PLAIN, kept):
-                item.add_marker(pytest.mark.skip(reason=f"this launch has the {kept.name} ranks"))
+        """The plain environment's tests first: what Megatron's changes in a process stays changed."""
+        params = {item: item.callspec.params if hasattr(item, "callspec") else {} for item in items}
+        items.sort(key=lambda item: params[item].get("ranks", Ranks(1)).environment != PLAIN)
 
     def pytest_unconfigure() -> None:
-        torchrun.THIS_RANK.end()
+        torchrun.this_rank().end()
