@@ -59,7 +59,7 @@ def test_the_head_under_torchrun():
     status, out, err = launch("tests/parallel/test_head.py", "-k", some)
     assert status == 0, out + err
     passed = re.search(r"^(\d+) passed", out, re.MULTILINE)
-    assert passed and int(passed[1]) >= 6, out
+    assert passed and int(passed[1]) >= 5, out
     assert out.count(" passed") == 1, "only rank 0 reports"
 
 
