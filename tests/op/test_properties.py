@@ -18,7 +18,7 @@ from megatron_fused_ce import FusedCEConfig
 from tests.support.losses import Loss
 from tests.support.op import rows_by, same_bits, whole
 from tests.support.problems import DrawnProblem, check, largest_logits, problems, run
-from tests.support.ranks import Rank, Ranks, outcomes, results
+from tests.support.ranks import Rank, RankProcesses
 
 
 def share(part: float) -> settings:
@@ -95,7 +95,8 @@ def check_shards(rank: Rank, problem):
 @given(problems(max_shards=4))
 def test_shards_over_ranks(problem):
     """TP 2 to 4, shards of any sizes, with sequence parallelism or not."""
-    results(outcomes(Ranks(len(problem.shards)), check_shards, problem))
+    with RankProcesses(len(problem.shards)) as world:
+        world.run(check_shards, problem)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is off where there is a GPU")

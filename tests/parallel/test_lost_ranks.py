@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from tests.support.op import STRATEGIES
 from tests.support.pairs import generate
-from tests.support.ranks import Rank, Ranks, outcomes, results
+from tests.support.ranks import Rank, RankProcesses
 from tests.support.steps import AtOperator, Step, what_is_left
 
 PHASES = ("forward", "backward")
@@ -89,10 +89,12 @@ CASES += [pytest.param(*row.values(), marks=pytest.mark.rest) for row in ROWS]
 
 @pytest.mark.parametrize(("how", "phase", "strategy", "sp"), CASES)
 def test_a_rank_that_is_lost(tmp_path, how, phase, strategy, sp):
-    given = str(tmp_path / "ended"), how, phase, strategy, sp
-    survivor, lost = outcomes(Ranks(2), lose, *given, grace_s=TIMEOUT_S + MARGIN_S)
-    assert lost.kind == ("died" if how == "killed" else "returned"), lost.words
-    ((error, seconds, left),) = results([survivor])
+    with RankProcesses(2) as world:
+        given = str(tmp_path / "ended"), how, phase, strategy, sp
+        survivor, lost = world.outcomes(lose, *given, grace_s=TIMEOUT_S + MARGIN_S)
+    assert survivor.kind == "returned", survivor.value
+    assert lost.kind == ("died" if how == "killed" else "returned"), lost.value
+    error, seconds, left = survivor.value
     assert any(words in error for words in WORDS[how]), error
     assert left in ("untouched", "nan")
     assert (how == "stays") * TIMEOUT_S / 2 < seconds + 1e-9 < TIMEOUT_S + MARGIN_S

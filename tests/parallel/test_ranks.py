@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import time
-from functools import partial
 
 import pytest
 import torch.distributed as dist
 
-from tests.support.ranks import Rank, RankFailure, Ranks, outcomes, results
+from tests.support.ranks import Rank, RankFailure, RankProcesses, Ranks, run_on_ranks
 
 
 def its_process(rank: Rank) -> int:
@@ -44,21 +43,21 @@ def test_a_failing_rank(how, words):
     """It fails its test with its words, in time; the next test has ranks of its own."""
     began = time.monotonic()
     with pytest.raises(RankFailure) as raised:
-        results(outcomes(Ranks(2), goes_wrong, how, timeout_s=3.0))
+        run_on_ranks(Ranks(2), goes_wrong, how, timeout_s=3.0)
     for word in words:
         assert word in str(raised.value)
     assert time.monotonic() - began < 30
-    assert len(set(results(outcomes(Ranks(2), its_process)))) == 2
+    assert len(set(run_on_ranks(Ranks(2), its_process))) == 2
 
 
-def test_ranks_live_on_and_heal():
+def test_a_world_lives_on_and_heals():
     """Ranks that are kept are the same processes, until one fails."""
-    ask = partial(outcomes, Ranks(2, own="kept"), lives_on=True)
-    first = results(ask(its_process))
-    assert results(ask(its_process)) == first
-    with pytest.raises(RankFailure, match="words of rank 1"):
-        results(ask(goes_wrong, "raises"))
-    assert not set(results(ask(its_process))) & set(first)
+    with RankProcesses(2) as world:
+        first = world.run(its_process)
+        assert world.run(its_process) == first
+        with pytest.raises(RankFailure, match="words of rank 1"):
+            world.run(goes_wrong, "raises")
+        assert not set(world.run(its_process)) & set(first)
     for process in first:
         with pytest.raises(ProcessLookupError):
             os.kill(process, 0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import runpy
 import socket
 import sys
@@ -18,8 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.support.rank_process import Environment, Rank, Ranks
-from tests.support.ranks import outcomes
+from tests.support.rank_process import Environment, Rank
+from tests.support.ranks import RankProcesses
 
 #: Of one launch: longer than any takes on a busy machine.
 TIMEOUT_S = 300.0
@@ -40,12 +41,15 @@ class Server:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-        forked = Ranks(len(ranks), self._environment, join=False)
-        with tempfile.NamedTemporaryFile() as output:
+        with (
+            tempfile.NamedTemporaryFile() as output,
+            RankProcesses(len(ranks), self._environment, joins=False) as world,
+        ):
             given = list(map(str, words)), str(folder), output.name, list(ranks), environment
-            made = outcomes(forked, run, *given, timeout_s=TIMEOUT_S)
-            ends = [abs(one.status) if one.kind == "died" else int(one.failed) for one in made]
-            return max(ends), Path(output.name).read_text()
+            outcomes = world.outcomes(run, *given, timeout_s=TIMEOUT_S)
+            ends = [str(outcome.value) for outcome in outcomes if outcome.failed]
+            numbers = [int(found[1]) for end in ends if (found := re.match(r"ended with status (\d+)", end))]
+            return (numbers or [int(bool(ends))])[0], Path(output.name).read_text()
 
 
 def run(

@@ -1,10 +1,10 @@
 """The process of one rank, and the server that forks such processes: the far end of tests/support/ranks.py.
 
-    python -m tests.support.rank_process FD [GPUS]
+    python -m tests.support.rank_process FD
 
-``FD`` is a socket to the process of the tests. Over it a request is one call on all ranks of a world, and its
-reply the :class:`Outcome` of every rank. The server's children are the ranks: it forks them, waits for them,
-asks one that hangs for its stack, and reads with which status one died.
+``FD`` is a socket to the process of the tests. A rank joins the default group, runs the functions that come
+over its connection, and answers each with ``(kind, value)``: ``returned``, ``skipped`` or ``raised``. After
+it has raised it ends, which tells the other ranks: their connections close.
 """
 
 from __future__ import annotations
@@ -12,30 +12,21 @@ from __future__ import annotations
 import contextlib
 import datetime
 import faulthandler
-import functools
 import gc
 import importlib
 import os
 import pickle
-import shutil
 import signal
 import sys
-import tempfile
-import time
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
+from dataclasses import dataclass
+from multiprocessing import reduction
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 #: Of a collective. Longer than any test's, shorter than what a test may take.
 GROUP_TIMEOUT_S = 60
-#: Of a first call on GPUs, in addition: the ranks import torch and Megatron, and join.
-START_TIMEOUT_S = 300.0
-#: Of a failing rank's output, what is shown.
-OUTPUT_CHARACTERS = 4000
 
 
 @dataclass(frozen=True)
@@ -73,21 +64,21 @@ PLAIN = Environment()
 
 
 @dataclass(frozen=True)
-class Ranks:
-    """How many ranks a test runs on, and in which environment."""
+class Place:
+    """Which rank of how many, and the folder that the ranks of this world share."""
 
+    rank: int
     size: int
-    environment: Environment = PLAIN
-    #: Where ranks live on, those of another name are others.
-    own: str = ""
-    #: What gloo cannot do with CUDA tensors: why two ranks cannot share a GPU.
-    needs_nccl: str = field(default="", compare=False)
-    #: They are the tests' default group; a launch makes its own.
-    join: bool = True
+    folder: str
+    #: The process then runs more than one test.
+    on_gpus: bool = False
+    #: It is a rank of the tests' group; a launch makes its own.
+    joins: bool = True
 
-    def __str__(self) -> str:
-        kind = "" if self.environment == PLAIN else f"-{self.environment.name}"
-        return f"{self.size}rank{'s' if self.size > 1 else ''}{kind}"
+    @property
+    def output(self) -> Path:
+        """What the rank prints, and where its threads were when it died or was stopped."""
+        return Path(self.folder) / f"rank{self.rank}.txt"
 
 
 @dataclass(frozen=True)
@@ -101,64 +92,51 @@ class Rank:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What one rank did with a call.
+class RemoteCall:
+    """A function by its name, so that a rank takes it from its own import of the module."""
 
-    ``kind``: ``returned``, ``skipped``, ``raised``, ``died``, ``hung``, or ``stopped`` where another rank had
-    failed and this one did not end within the grace. ``words``: reason, traceback, or stack, and output.
-    """
+    module: str
+    qualname: str
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
 
-    kind: str
-    words: str = ""
-    pickled: bytes = b""  # what it returned
-    status: int = 0  # with which it died; below 0 that signal
+    def run(self, rank: Rank) -> tuple[str, Any]:
+        """``(kind, value)``; the value of ``raised`` is the traceback, of ``skipped`` the reason."""
+        from pytest import skip
 
-    @property
-    def failed(self) -> bool:
-        return self.kind not in ("returned", "skipped")
+        try:
+            function: Any = importlib.import_module(self.module)
+            for name in self.qualname.split("."):
+                function = getattr(function, name)
+            function = getattr(function, "on_a_rank", function)
+            return "returned", function(rank, *self.arguments, **self.options)
+        except skip.Exception as skipped:
+            return "skipped", str(skipped)
+        except BaseException as error:
+            trace: Any = error.__traceback__
+            return "raised", "".join(traceback.format_exception(type(error), error, trace.tb_next))
 
+    def run_cleanly(self, rank: Rank) -> tuple[str, Any]:
+        """In a process that lives on: global state is as in a new one; groups that it made are destroyed."""
+        import torch
+        import torch.distributed as dist
 
-# --- on a rank -------------------------------------------------------------------------------
-
-
-def run(call: bytes, this_rank: Callable[[], Rank]) -> Outcome:
-    """A call as :func:`.ranks.outcomes` pickles it: its function comes from this process's import."""
-    from pytest import skip
-
-    try:
-        rank = this_rank()
-        function, arguments, options = pickle.loads(call)  # noqa: S301  of the tests
-        as_in_a_new_process()
-        function = getattr(function, "on_a_rank", function)
-        return Outcome("returned", pickled=pickle.dumps(function(rank, *arguments, **options)))
-    except skip.Exception as skipped:
-        return Outcome("skipped", str(skipped))
-    except BaseException:
-        return Outcome("raised", traceback.format_exc())
-
-
-def forget() -> None:
-    """No kind of call was seen: a test may change what a spec was made from."""
-    if agreement := sys.modules.get("megatron_fused_ce.ranks.agreement"):
-        agreement.forget()
-    if promise := sys.modules.get("megatron_fused_ce.head.promise"):
-        promise.counts = promise.Counts()  # the benchmark takes one that was broken before for its own
-
-
-def as_in_a_new_process() -> None:
-    """Global state; groups that the last call left are destroyed, in one order on all ranks."""
-    import torch
-    import torch.distributed as dist
-
-    torch.manual_seed(0)
-    forget()
-    megatron: Any = sys.modules.get("tests.support.megatron")
-    kept = {dist.group.WORLD, *(megatron.groups if megatron else ())}
-    for group in [group for group in dist.distributed_c10d._world.pg_map if group not in kept]:
-        dist.destroy_process_group(group)
+        importlib.import_module(self.module)
+        torch.manual_seed(0)
+        agreement: Any = sys.modules.get("megatron_fused_ce.ranks.agreement")
+        if agreement is not None:
+            agreement.forget()  # on all ranks: their next calls are compared
+        groups = set(dist.distributed_c10d._world.pg_map)
+        kind, value = self.run(rank)
+        if kind != "raised":
+            megatron: Any = sys.modules.get("tests.support.megatron")
+            groups |= megatron.groups if megatron else set()
+            for group in [group for group in dist.distributed_c10d._world.pg_map if group not in groups]:
+                dist.destroy_process_group(group)  # in one order on all ranks
+        return kind, value
 
 
-def join(rank: int, size: int, on_gpus: bool, store: Any) -> Rank:
+def join(place: Place, store: Any, *, prefix: str = "") -> Rank:
     """Make this process a rank: NCCL where each has a GPU, else gloo with one worker thread a group.
 
     Ranks on GPUs that are fewer than they share the first.
@@ -169,178 +147,83 @@ def join(rank: int, size: int, on_gpus: bool, store: Any) -> Rank:
     from megatron_fused_ce.scripts.lib import gloo
 
     gloo.use_one_thread()
-    own_gpu = on_gpus and torch.cuda.device_count() >= size
+    own_gpu = place.on_gpus and torch.cuda.device_count() >= place.size
     device = torch.device("cpu")
-    if on_gpus:
-        device = torch.device("cuda", rank if own_gpu else 0)
+    if place.on_gpus:
+        device = torch.device("cuda", place.rank if own_gpu else 0)
         torch.cuda.set_device(device)
     dist.init_process_group(
         "nccl" if own_gpu else "gloo",
-        store=store,
-        rank=rank,
-        world_size=size,
+        store=dist.PrefixStore(prefix, store),
+        rank=place.rank,
+        world_size=place.size,
         timeout=datetime.timedelta(seconds=GROUP_TIMEOUT_S),
     )
-    return Rank(dist.group.WORLD, rank, size, device)
+    return Rank(dist.group.WORLD, place.rank, place.size, device)
 
 
-# --- in the server ---------------------------------------------------------------------------
-
-
-class World:
-    """Ranks forked from this process, until one of them fails: the others may sit in a collective."""
-
-    def __init__(self, ranks: Ranks, on_gpus: bool) -> None:
-        self._ranks, self._on_gpus = ranks, on_gpus
-        self._start_s = START_TIMEOUT_S * on_gpus
-        self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
-        self._connections: list[Connection] = []
-        self._processes: list[int] = []
-        for number in range(ranks.size):
-            mine, theirs = Pipe()
-            self._connections.append(mine)
-            self._output(number).touch()
-            self._processes.append(os.fork())
-            if self._processes[-1] == 0:
-                self._live(number, theirs)
-            theirs.close()
-
-    def _live(self, number: int, connection: Connection) -> NoReturn:
-        """One rank, until its connection closes or a call raises, which tells the other ranks."""
-        for other in self._connections:
-            other.close()
-        output = os.open(self._output(number), os.O_WRONLY | os.O_APPEND)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        faulthandler.register(signal.SIGUSR1)
-
-        @functools.cache
-        def this_rank() -> Rank:
-            ranks = self._ranks
-            if self._on_gpus:
-                ranks.environment.load(on_gpus=True)
-            if not ranks.join:
-                return Rank(None, number, ranks.size, None)
-            import torch.distributed as dist
-
-            store = dist.FileStore(f"{self._folder}/store", ranks.size)
-            return join(number, ranks.size, self._on_gpus, store)
-
-        kind = ""
-        with contextlib.suppress(EOFError, BrokenPipeError):
-            while kind != "raised":
-                outcome = run(connection.recv_bytes(), this_rank)
-                kind = outcome.kind
-                sys.stdout.flush()
-                connection.send(outcome)
-        os._exit(0)  # no worker thread meets an interpreter that ends
-
-    def run(self, call: bytes, timeout_s: float, grace_s: float, requests: Connection) -> list[Outcome]:
-        """The call on every rank. After a first failure the others have ``grace_s`` for their own error."""
-        for connection in self._connections:
-            with contextlib.suppress(BrokenPipeError):  # it has died: that is its outcome
-                connection.send_bytes(call)
-        made: dict[int, Outcome] = {}
-        late, until = "hung", time.monotonic() + timeout_s + self._start_s
-        self._start_s = 0.0
-        while waiting := {c: rank for rank, c in enumerate(self._connections) if rank not in made}:
-            ready = wait([requests, *waiting], max(0.0, until - time.monotonic()))
-            if requests in ready:
-                leave()
-            if not ready:
-                made |= {rank: Outcome(late, self._stack(rank)) for rank in waiting.values()}
-            for connection in ready:
-                rank = waiting[connection]
-                made[rank] = self._answer(rank, connection)
-                if made[rank].failed and late == "hung":
-                    late, until = "stopped", min(until, time.monotonic() + grace_s)
-        return [made[rank] for rank in range(self._ranks.size)]
-
-    def _answer(self, rank: int, connection: Connection) -> Outcome:
+def live(connection: Connection, environment: Environment, place: Place) -> None:
+    """One rank, until its connection closes or a call raises. Does not return."""
+    output = os.open(place.output, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    faulthandler.register(signal.SIGUSR1)
+    with contextlib.suppress(EOFError, BrokenPipeError):
         try:
-            outcome = connection.recv()
-        except (EOFError, ConnectionResetError):
-            end: Any = os.waitid(os.P_PID, self._processes[rank], os.WEXITED | os.WNOWAIT)
-            status = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
-            how = f"of {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
-            return Outcome("died", f"ended {how}\n{self._words(rank)}", status=status)
-        if outcome.kind == "raised":
-            return Outcome("raised", f"{outcome.words}\n{self._words(rank)}".rstrip())
-        return outcome
+            if place.on_gpus:
+                environment.load(on_gpus=True)
+            rank = Rank(None, place.rank, place.size, None)
+            if place.joins:
+                import torch.distributed as dist
 
-    def _stack(self, rank: int) -> str:
-        """Where a rank's threads are: faulthandler writes it, whatever Python is doing."""
-        os.kill(self._processes[rank], signal.SIGUSR1)
-        time.sleep(0.5)
-        return self._words(rank)
-
-    def _words(self, rank: int) -> str:
-        return self._output(rank).read_text(errors="replace")[-OUTPUT_CHARACTERS:]
-
-    def _output(self, rank: int) -> Path:
-        """What the rank prints, and where its threads were when it died or was stopped."""
-        return self._folder / f"rank{rank}.txt"
-
-    def close(self, kill: bool) -> None:
-        """End all ranks; those that wait for a call leave by themselves."""
-        for connection in self._connections:
-            connection.close()
-        for process in self._processes:
-            if kill:
-                os.kill(process, signal.SIGKILL)
-            os.waitpid(process, 0)
-        shutil.rmtree(self._folder, ignore_errors=True)
+                rank = join(place, dist.FileStore(f"{place.folder}/store", place.size))
+        except BaseException:
+            connection.send(("raised", traceback.format_exc()))
+            os._exit(1)
+        connection.send(("returned", None))
+        kind = ""
+        while kind != "raised":
+            call = connection.recv()
+            kind, value = call.run_cleanly(rank) if place.on_gpus else call.run(rank)
+            sys.stdout.flush()
+            try:
+                connection.send((kind, value))
+            except (pickle.PicklingError, AttributeError, TypeError):
+                kind = "raised"
+                connection.send((kind, f"cannot be sent: {traceback.format_exc()}"))
+    os._exit(0)  # no worker thread meets an interpreter that ends
 
 
-def serve(requests: Connection, on_gpus: bool) -> NoReturn:
-    """Answer calls, one at a time. Ends, with its ranks, when the tests' process does.
+def serve(requests: Connection) -> None:
+    """Fork a rank for a place and a module, answer a process id with how it ended: one at a time.
 
-    On GPUs the ranks load their environment themselves: what has started CUDA cannot be forked. They live on
-    from call to call, as contexts and communicators cost seconds; else each call has ranks of its own.
+    On GPUs the ranks load their environment themselves: what has started CUDA cannot be forked. Ends, with
+    its ranks, when the tests' process does.
     """
     os.setsid()
-    worlds: dict[Ranks, World] = {}
-    prepared: set[str] = set()
+    environment, on_gpus = requests.recv()
+    if not on_gpus:
+        environment.load(on_gpus=False)
+    requests.send("ready")
     while True:
         try:
-            ranks, module, call, lives_on, *limits = requests.recv()
+            request = requests.recv()
         except EOFError:
-            leave()
-        if not on_gpus and module not in prepared:
-            prepare(ranks.environment, module, first=not prepared)
-            prepared.add(module)
-        threads = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
-        if len(threads) > 1:
-            requests.send(f"cannot fork: {module} or an earlier module has started threads: {threads}")
-            continue
-        world = worlds.pop(ranks, None) or World(ranks, on_gpus)
-        made = world.run(call, *limits, requests)
-        failed = any(outcome.failed for outcome in made)
-        if lives_on and not failed:
-            worlds[ranks] = world
+            os.killpg(0, signal.SIGKILL)
+        if isinstance(request, int):
+            requests.send(os.waitpid(request, 0)[1])
         else:
-            world.close(kill=failed)
-        requests.send(made)
+            requests.send(_fork(requests, environment, *request))
 
 
-def leave() -> NoReturn:
-    os.killpg(0, signal.SIGKILL)
-    raise SystemExit
-
-
-def prepare(environment: Environment, module: str, first: bool) -> None:
-    """Import once what all ranks of a file need. What fails here fails again in the rank, with its words."""
-    if first:
-        environment.load(on_gpus=False)
-    with contextlib.suppress(Exception):
-        importlib.import_module(module)
+def _read_once() -> None:
+    """What each rank would do anew: read the kernels' and Megatron's source, and try out the GEMM."""
     with contextlib.suppress(ImportError):  # no Triton
         import torch
         from triton.runtime.interpreter import InterpretedFunction
 
         from megatron_fused_ce.kernels import gemm_variants
 
-        # What each rank would do anew: try out the GEMM, and read the kernels' and Megatron's source.
         gemm_variants.gemm_for(torch.device("cpu"))
         for known in gc.get_objects():
             if type(known) is InterpretedFunction:
@@ -349,11 +232,29 @@ def prepare(environment: Environment, module: str, first: bool) -> None:
         # The files of Megatron's in which a model that is built looks at functions.
         for of in ("", "native"):
             forms.Held(of, frozenset())
-    gc.collect()
-    gc.freeze()  # or each rank's first collection copies what all of them share
+
+
+def _fork(requests: Connection, environment: Environment, place: Place, module: str) -> int | str:
+    """The new rank's process id, or why there is none."""
+    descriptor = reduction.recv_handle(requests)
+    if module not in sys.modules and not place.on_gpus:
+        # Once for all tests of a file. What fails here fails again in the rank, with its words.
+        with contextlib.suppress(Exception):
+            importlib.import_module(module)
+        _read_once()
+        gc.collect()
+        gc.freeze()  # or each rank's first collection copies what all of them share
+    threads = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    if len(threads) > 1:
+        return f"cannot fork: {module} or an earlier module has started threads: {threads}"
+    child = os.fork()
+    if child == 0:
+        requests.close()
+        live(Connection(descriptor), environment, place)
+    os.close(descriptor)
+    return child
 
 
 if __name__ == "__main__":
     # Under its own name: what is sent over the connections is then of one module.
-    itself = importlib.import_module("tests.support.rank_process")
-    itself.serve(Connection(int(sys.argv[1])), len(sys.argv) > 2)
+    importlib.import_module("tests.support.rank_process").serve(Connection(int(sys.argv[1])))
