@@ -352,26 +352,6 @@ def test_the_scalar_keeps_its_digits(device, logits_backend, dtype, c):
     assert ratio == pytest.approx(c, rel=5e-4 if dtype == torch.bfloat16 else 1e-4)
 
 
-@pytest.mark.parametrize("num_sequences", [1, 2])
-def test_weights_changed_between_loss_and_backward(device, num_sequences):
-    """The gradients were made for what the weights were: the loss uses what they are now."""
-
-    def micro_of_its_own():
-        micro = Micro(device)
-        micro.hidden = micro.hidden.detach()[:, :num_sequences].clone().requires_grad_()
-        micro.labels, micro.mask = micro.labels[:num_sequences].clone(), micro.mask[:num_sequences].clone()
-        return micro
-
-    def change_and_weigh(losses, mask):
-        mask[0, 5] = 1.0 - mask[0, 5]
-        return (losses * mask).sum()
-
-    expected = micro_of_its_own().gradients("recompute", change_and_weigh)
-    with promises(kept=0, remade=1), is_told():
-        made = micro_of_its_own().gradients("grad_in_forward", change_and_weigh)
-    assert_same(made, expected)
-
-
 # --- CUDA graphs and streams -----------------------------------------------------------------------
 
 

@@ -22,6 +22,7 @@ from megatron_fused_ce.head.validation import _check_tensors
 from megatron_fused_ce.ranks.collectives import VocabParallel
 from megatron_fused_ce.rl import token_divergence, token_log_probs
 from tests.support.losses import Focal
+from tests.support.op import EXP_DTYPE
 
 #: Of the rows below.
 E, T, V = (TypeError, ValueError), TypeError, ValueError
@@ -73,6 +74,13 @@ def _with(**attributes):
 
 def config(**options):
     return {"config": FusedCEConfig(**options)}
+
+
+def _by_exp(*outputs, **options):
+    """Outputs with gradients, on GPUs too."""
+    operands = {"hidden": trained(6, 2, 8).to(EXP_DTYPE), "weight": ones(8, 8, dtype=EXP_DTYPE)}
+    named = config(logits_backend="scaled_exp", **options)
+    return {**operands, "outputs": outputs, "differentiable": True, **named}
 
 
 #: Of numbers, which the device alone knows: the host waits for them.
@@ -130,6 +138,10 @@ REFUSED = {
             ({"outputs": ("lse", "lse")}, V, "name each once"),
             ({"outputs": "lse"}, T, r"outputs is the string 'lse'; expected .* \('lse',\)"),
             ({**LARGE, "outputs": ("predicted",), "token_weights": None}, V, "exact below"),
+            (_by_exp("lse", label_smoothing=0.1, z_loss=1e-4), V, r"the delta of LabelSmoothing \+ ZLoss;"),
+            (_by_exp("entropy", logit_softcap=30.0), V, "make entropy with a gradient beside a softcap;"),
+            (_by_exp("entropy", logit_precision="fp32"), V, "entropy with a gradient of fp32 logits;"),
+            (_by_exp("log_prob", logit_softcap=9.0, z_loss=0.1), V, r"beside CrossEntropy \+ ZLoss beside"),
         ],
     ),
     fused_linear_topk_distillation: (

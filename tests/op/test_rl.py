@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_topk_distillation
-from megatron_fused_ce.head import tokens
 from megatron_fused_ce.ops.log_probs import unrounded
 from megatron_fused_ce.rl import token_divergence, token_log_probs
 from megatron_fused_ce.scripts.lib.reference import (
@@ -18,8 +17,7 @@ from megatron_fused_ce.scripts.lib.reference import (
     plain_outputs,
     relative_error,
 )
-from tests.support.losses import Loss, assert_within
-from tests.support.op import gemm_flops, leaves
+from tests.support.op import leaves
 
 SIZES = {"s": 12, "b": 2, "hidden_size": 16, "vocab": 53}
 
@@ -62,36 +60,6 @@ def test_skip_masked_leaves_ignored_tokens_out(device):
     made = token_log_probs(*operands, inputs.labels, entropy="differentiable", config=skipping)
     with pytest.raises(RuntimeError, match=r"^18 tokens were left out .*labelled ignore_index"):
         made.entropy.sum().backward()
-
-
-@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
-@pytest.mark.parametrize("strategy", ["store", "recompute"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_tokens_outside_the_active_mask_cost_no_gemm(dtype, strategy, share, device, monkeypatch):
-    """Results 0 for them; the others' are those of the definition in fp64, and so are all gradients."""
-    monkeypatch.setattr(tokens, "ROUND_TO", 1)
-    inputs = make_inputs("odd-labels", **SIZES, dtype=dtype, device=device)
-    inputs = replace(inputs, temperature=inputs.grad_loss.abs() + 0.5)
-    count = round(share * inputs.labels.numel())
-    active = torch.zeros_like(inputs.labels, dtype=torch.bool)
-    active.view(-1)[torch.randperm(active.numel(), generator=torch.Generator().manual_seed(3))[:count]] = True
-    upstreams = {"log_prob": inputs.grad_loss, "entropy": inputs.grad_loss.roll(1, 1)}
-    upstreams = {name: grad.masked_fill(~active, -0.0) for name, grad in upstreams.items()}
-    loss, (hidden, weight) = Loss(temperatures=True), leaves(inputs)
-    config = FusedCEConfig(strategy, num_chunks=3, logits_backend="gemm_rows")  # torch's GEMMs count
-    with gemm_flops() as flops:
-        made = loss.ask(hidden, weight, inputs, active_mask=active, config=config)
-        torch.autograd.backward([made["log_prob"], made["entropy"]], list(upstreams.values()))
-    num_gemms = 3 if strategy == "store" else 4
-    assert flops.get_total_flops() == num_gemms * 2 * count * weight.numel()
-    exact, eager = (loss.plain(inputs, upstreams, of) for of in (torch.float64, dtype))
-    for name, value in made.items():
-        assert not value[~active].any()
-        for of in (exact, eager):
-            of[name] = of[name].masked_fill(~active, 0.0)
-    assert not hidden.grad[~active.t()].any()
-    made |= {"grad_hidden": hidden.grad, "grad_weight": weight.grad}
-    assert_within(made, exact, eager, dtype)
 
 
 @pytest.mark.parametrize("name", ["log_prob", "entropy"])

@@ -9,10 +9,6 @@ import pytest
 import torch
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_token_outputs, fused_linear_topk_distillation
-from megatron_fused_ce.logits import choose
-from megatron_fused_ce.logits.choose import Requested
-from megatron_fused_ce.losses import CrossEntropy, ZLoss
-from megatron_fused_ce.losses.label import loss_of
 from megatron_fused_ce.losses.outputs import OUTPUTS, differentiable_of
 from megatron_fused_ce.scripts.lib.reference import (
     HeadInputs,
@@ -20,8 +16,8 @@ from megatron_fused_ce.scripts.lib.reference import (
     plain_distillation,
     relative_error,
 )
-from tests.support.losses import LOSS_OPTIONS, Loss, problem
-from tests.support.op import EXP_DTYPE, HAS_EXP, leaves
+from tests.support.losses import Loss, problem
+from tests.support.op import leaves
 
 DIFFERENTIABLE = differentiable_of(OUTPUTS)
 
@@ -92,42 +88,6 @@ def test_ignored_tokens_have_no_log_prob(device):
     made.log_prob.backward(upstream)
     assert not made.log_prob[:, ::2].any() and not hidden.grad[::2].any()
     assert torch.isfinite(hidden.grad).all() and hidden.grad.abs().max() > 0
-
-
-SMOOTHED_ONES = [name for name, options in LOSS_OPTIONS.items() if "label_smoothing" in options]
-OF_SMOOTHING = "cannot make the delta of LabelSmoothing"
-WITH_Z_LOSS, SMOOTHED = CrossEntropy() + ZLoss(1e-4), loss_of(FusedCEConfig(label_smoothing=0.1))
-ENTROPY, SEVERAL = Requested(differentiable=("entropy",)), Requested(beyond_scaled_exp="several labels")
-#: Options of a call, what is asked for, and whether logits are saved, or why it cannot serve.
-BY_SCALED_EXP = [
-    *((LOSS_OPTIONS[name], None, False) for name in LOSS_OPTIONS if name not in SMOOTHED_ONES),
-    *((LOSS_OPTIONS[name], None, OF_SMOOTHING) for name in SMOOTHED_ONES),
-    ({"logit_precision": "fp32"}, Requested(), False),
-    ({}, Requested(differentiable=("log_prob",)), False),
-    ({}, ENTROPY, True),
-    ({}, Requested(differentiable=("log_prob", "lse")), True),
-    ({}, Requested(WITH_Z_LOSS, ("log_prob",)), True),
-    ({"strategy": "recompute", "logit_softcap": 30.0, "logit_precision": "fp32"}, ENTROPY, False),
-    ({"logit_softcap": 30.0}, ENTROPY, "entropy with a gradient beside a softcap"),
-    ({"logit_precision": "fp32"}, ENTROPY, "entropy with a gradient of fp32 logits"),
-    ({}, Requested(SMOOTHED, ("entropy",)), "the delta of LabelSmoothing"),
-    ({"logit_softcap": 9.0}, Requested(WITH_Z_LOSS, ("log_prob",)), r"CrossEntropy \+ ZLoss"),
-    ({}, SEVERAL, "make several labels"),
-]
-
-
-@pytest.mark.skipif(not HAS_EXP, reason="needs Hopper or newer")
-@pytest.mark.parametrize(("options", "asked", "expected"), BY_SCALED_EXP)
-def test_what_the_scaled_exp_gemm_serves(options, asked, expected, device):
-    x, config = torch.zeros(8, 32, device=device, dtype=EXP_DTYPE), FusedCEConfig(**options)
-    by_name = replace(config, logits_backend="scaled_exp")
-    if isinstance(expected, str):
-        with pytest.raises(ValueError, match=expected):
-            choose.choose(by_name, x, x, asked)
-        assert choose.choose(config, x, x, asked)[0].name == "gemm_rows"
-    else:
-        chosen, _ = choose.choose(by_name, x, x, asked)
-        assert chosen.name == "scaled_exp" and chosen.saves_logits == expected
 
 
 # Distillation

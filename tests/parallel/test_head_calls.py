@@ -5,7 +5,6 @@ outputs, ranks that disagree, collectives that end late.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -51,21 +50,6 @@ def assert_right(rank: Rank, result, inputs, exponents: float) -> None:
             assert relative_error(part, true) < 2 * exponents * 2.0**-24
     else:
         assert_close(result, inputs)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
-def test_batch_first(rank: Rank, sp):
-    """With sequence parallelism each rank's part is along s, which comes second."""
-    inputs, made = plain_inputs(rank), []
-    for batch_first in (False, True):
-        hidden, weight, group = shard_of(rank, inputs, sp)
-        hidden = hidden.detach().transpose(0, int(batch_first)).contiguous().requires_grad_()
-        loss = fused_linear_cross_entropy(hidden, weight, inputs.labels, batch_first=batch_first, **group)
-        loss.backward(inputs.grad_loss)
-        made.append((loss.detach(), hidden.grad.transpose(0, int(batch_first)), weight.grad))
-    for one, other in zip(*made, strict=True):
-        assert torch.equal(one, other)
 
 
 # --- data that differs from shard to shard ---------------------------------------------------
@@ -198,27 +182,6 @@ def test_equal_logits(rank: Rank, merge):
     same_on_all_ranks(rank, *made)
     assert made.predicted.max() == 0 and made.correct.all()
     assert (made.entropy - math.log(97)).abs().max() < 1e-5
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("merge", ["packed", "all_reduce"])
-def test_entropy_of_scaled_exp_shards(rank: Rank, merge):
-    """A gap of 30 between the shards' logits: tiles of one shard differ in their shifts from the other's."""
-    inputs = plain_inputs(rank, vocab=512, s=8)
-    inputs.hidden[..., 0] = 1.0
-    inputs.weight[300:, 0] += 30.0
-    dtype = EXP_DTYPE
-    inputs = replace(inputs, hidden=inputs.hidden.to(dtype), weight=inputs.weight.to(dtype))
-    config = FusedCEConfig(chunk_tokens=14, merge=merge, logits_backend="scaled_exp")
-    hidden, weight, settings = shard_of(rank, inputs, True)
-    with torch.no_grad():
-        made = fused_linear_token_outputs(
-            hidden, weight, inputs.labels, ("log_prob", "entropy"), **settings, config=config
-        )
-    same_on_all_ranks(rank, *made)
-    exact, *_ = reference.plain_outputs(inputs, {"entropy": inputs.grad_loss}, torch.float64)
-    assert (made.entropy.double() - exact.entropy).abs().max() < 2e-6 * 30
-    assert (made.log_prob.double() - exact.log_prob).abs().max() < 2e-6 * 30
 
 
 # --- collectives that end early or late ------------------------------------------------------

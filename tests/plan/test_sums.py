@@ -303,14 +303,6 @@ def test_a_stage_has_the_parameters_of_megatrons_own_model(name):
     assert [sum(peaks.counts(one, stage)) for stage in peaks.stages(one)] == megatron_counts()[name]
 
 
-def test_the_vocabulary_is_padded_as_megatron_does():
-    """To a multiple of 128 times the tensor-parallel size."""
-    for tensor, padded in ((1, 50304), (2, 50432), (8, 51200)):
-        parallel = Parallel(gpus=tensor, tensor=tensor)
-        one = Setting(replace(MODERN, vocab_size=50257), parallel, StepSettings(sequence=64))
-        assert (one.padded_vocab_size, one.vocab_rows) == (padded, padded // tensor)
-
-
 # --- heads -----------------------------------------------------------------------------------
 
 

@@ -307,18 +307,6 @@ def test_chunks_no_longer_than_the_table(inputs, memory_mb):
         assert chosen.capacity >= 512  # of equal size: half of 1024 at the least
 
 
-def test_a_budget_met_to_the_byte():
-    """8 MiB of chunk logits and 40 bytes of each of their tokens, 1 MiB of statistics."""
-    exactly = inputs_of(
-        32768, 8, 1024 - 20, logits_backend="gemm_rows", device="cpu", num_chunks=8, memory_mb=9
-    )
-    assert plan(exactly).predicted_peak_bytes == 9 * MIB
-    assert plan(changed(exactly, strategy="recompute")).predicted_peak_bytes == 9 * MIB
-    free = changed(exactly, num_chunks=None)
-    recompute = [option for option in alternatives(free) if option.strategy == "recompute"]
-    assert recompute[0].capacity == 4096
-
-
 RESULTS = ROOT / "docs" / "benchmarks" / "results"
 #: The sweep over chunk_tokens on one rank, and the pipeline over one, two and four.
 SWEEP = "chunks"
