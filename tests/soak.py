@@ -38,7 +38,7 @@ import torch.distributed as dist
 
 from megatron_fused_ce.cli.command_line import NO_LIMIT, Parser, command, seconds, whole
 from megatron_fused_ce.scripts.lib import gloo, results
-from tests.support.collectives import Collective, Collectives, RandomDelays
+from tests.support.collectives import Collective, Collectives, random_delays
 from tests.support.op import Parts, joined, same_bits
 from tests.support.problems import DrawnProblem, check, problems, run
 
@@ -153,12 +153,12 @@ class Soak:
         """Visits of the pool until all is done, or until a rank has a failure, which all return."""
         threading.Thread(target=self.watch, daemon=True).start()
         seed = self.options.seed * WORLD + RANK
-        self.delays = RandomDelays(seed, longest_s=4e-3, share=0.01, device=self.device)
+        self.delays = random_delays(seed, longest_s=4e-3, share=0.01, device=self.device)
         names = {group: f"tp {size}" for size, group in self.groups.items()}
         history: dict[str, list[float]] = {}
         began, done, failures = time.monotonic(), 0.0, [""]
         while done < 1 and not any(failures):
-            with Collectives(names, before=self.before, keep=False):
+            with Collectives(names, before=self.before):
                 for problem in self.order.sample(self.pool, len(self.pool)):
                     self.step(problem)
             if done <= QUIET_AFTER:

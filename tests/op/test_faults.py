@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_fused_ce.head import loop
+from megatron_fused_ce.head import loop, tokens
 from megatron_fused_ce.head.autograd import linear_cross_entropy
 from megatron_fused_ce.head.call import Call
+from megatron_fused_ce.losses.outputs import OUTPUTS
 from megatron_fused_ce.ranks.collectives import VocabParallel
-from tests.support.op import STRATEGIES, strategy_in_place
-from tests.support.steps import (
-    ASKED,
-    AtOperator,
-    Filled,
-    Step,
-    nothing_is_read_before_it_is_written,
-    out_of_memory_at,
-    tensors_alive,
-)
+from tests.support.losses import LOSS_OPTIONS, Loss
+from tests.support.op import STRATEGIES, rows_by, strategy_in_place
+from tests.support.steps import AtOperator, Step, out_of_memory_at, tensors_alive
 
 
 @pytest.fixture
@@ -95,12 +91,64 @@ def test_sums_are_abandoned_then_collectives_waited_for(monkeypatch):
 # --- other memory; steps in other orders: tests/parallel/test_faults.py -------------------------
 
 
+class Filled(TorchDispatchMode):
+    """Every ``torch.empty`` and its like come full of one number; ``count``: how many did."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.value = value
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if "empty" in func.__name__:
+            self.count += 1
+            value: float = self.value
+            if not made.is_floating_point() and made.dtype != torch.bool:
+                value = torch.iinfo(made.dtype).max if value else 0
+            made.fill_(value)
+        return made
+
+
+#: What a head may be asked for, and every option of that.
+ASKED = {
+    **{name: Loss(options) for name, options in LOSS_OPTIONS.items()},
+    **dict.fromkeys(("plain", "row kernels"), Loss()),
+    "scaled": Loss({"logit_scale": 0.25}),
+    "rounded": Loss({"logit_precision": "activations"}),
+    "skipped": Loss({"skip_masked": True}),
+    "all-reduced": Loss({"merge": "all_reduce"}),
+    "scaled-exp GEMM": Loss({"logits_backend": "scaled_exp"}),
+    "outputs": Loss(beside=tuple(OUTPUTS)),
+    "distillation": Loss(entries=4),
+    "masked padding": Loss({"true_vocab_size": 33}),  # within these 40
+    "all": Loss({**LOSS_OPTIONS["all"], "true_vocab_size": 37}),
+}
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("asked", ASKED)
-def test_nothing_is_read_before_it_is_written(asked, strategy):
+def test_nothing_is_read_before_it_is_written(asked, strategy, monkeypatch):
+    """Fresh memory of zeros, of NaN, of large numbers: the same bits of results and gradients."""
     if asked.endswith(("row kernels", "scaled-exp GEMM")) and torch.cuda.is_available():
         pytest.skip("Triton's interpreter is off where there is a GPU")
-    nothing_is_read_before_it_is_written(asked, strategy)
+    monkeypatch.setattr(tokens, "ROUND_TO", 2)
+    loss = replace(ASKED[asked], differentiable=strategy != "grad_in_forward")
+    expected: list[torch.Tensor] = []
+    for value in (0.0, torch.nan, -3e38):
+        head = Step(strategy, kind="plain", num_chunks=3, **loss.options)
+        if asked == "skipped":
+            head.grad_loss[:, 2:5] = 0.0
+            head.options["token_weights"] = head.grad_loss * 2
+        with Filled(value) as empties, rows_by("triton" if asked == "row kernels" else "auto"):
+            results = list(loss.ask(head.hidden, head.weight, head.inputs, **head.options).values())
+            asked_for = [result for result in results if result.requires_grad]
+            torch.autograd.backward(asked_for, [head.grad_loss] * len(asked_for))
+        assert empties.count > 5
+        made = [*results, *head.gradients()]
+        expected = expected or made
+        assert all(torch.isfinite(result).all() for result in made), value
+        assert all(map(torch.equal, made, expected)), value
 
 
 def test_what_is_read_before_it_is_written_is_seen():

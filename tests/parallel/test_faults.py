@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import time
+from functools import partial
 
 import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
 
-from tests.support import steps
 from tests.support.op import STRATEGIES
 from tests.support.ranks import Rank, on_ranks
-from tests.support.steps import AtOperator, Step, out_of_memory_at
+from tests.support.steps import AtOperator, Step, out_of_memory_at, tensors_alive
 
+MicroBatch = partial(Step, kind="plain", num_chunks=3)
 SP = pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
 
 
@@ -34,18 +38,61 @@ def test_out_of_memory(rank: Rank, strategy, sp):
     assert {"untouched", "whole" if in_one_kernel else "nan"} <= outcomes, outcomes
 
 
+def equal(ones, others) -> bool:
+    return all(map(torch.equal, ones, others))
+
+
 @on_ranks(2)
 @SP
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_steps_in_other_orders(rank: Rank, strategy, sp):
-    """Their sum in one main_grad: test_head.py."""
-    steps.forwards_without_backward(strategy, rank=rank, sp=sp)
-    steps.backwards_in_any_order(strategy, rank=rank, sp=sp)
-    for outer, inner in itertools.product((True, False), repeat=2):
-        steps.nested_checkpoints(strategy, outer, inner, rank=rank, sp=sp)
+def test_forwards_without_backward(rank: Rank, strategy, sp):
+    """They leave nothing: the same losses, the same gradients, no tensor alive."""
+    head = MicroBatch(strategy, rank=rank, sp=sp)
+    expected = head.alone()
+    first = head.forward().detach()
+    time.sleep(0.05)  # what the collectives of the first held
+    alive = tensors_alive()
+    for _ in range(5):
+        assert torch.equal(head.forward(), first)
+    until = time.monotonic() + 20
+    while tensors_alive() > alive and time.monotonic() < until:
+        time.sleep(0.01)  # gloo's thread gives its own back when it gets to it
+    assert tensors_alive() <= alive
+    assert equal(head.alone(), expected)
 
 
 @on_ranks(2)
 @SP
-def test_two_models_in_one_process(rank: Rank, sp):
-    steps.two_models(rank=rank, sp=sp)
+@pytest.mark.parametrize("strategies", [*((one,) * 3 for one in STRATEGIES), STRATEGIES])
+def test_backwards_in_any_order(rank: Rank, strategies, sp):
+    """Micro-batches of one weight under way at once, as in a pipeline, and models of other strategies: each
+    backward is of its own forward. Their sum in one main_grad: test_head.py."""
+    heads = [MicroBatch(strategies[0], rank=rank, sp=sp)]
+    for seed, strategy in enumerate(strategies[1:], start=1):
+        weight = heads[0].weight if strategy == strategies[0] else None
+        heads.append(MicroBatch(strategy, seed=seed, weight=weight, rank=rank, sp=sp))
+    expected = [head.alone() for head in heads]
+    for order in itertools.permutations(range(3)):
+        losses = [head.forward() for head in heads]
+        for index in order:
+            assert equal(heads[index].backward(losses[index]), expected[index]), order
+
+
+@on_ranks(2)
+@SP
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_nested_checkpoints(rank: Rank, strategy, sp):
+    """The forward runs again, twice for a nested one; without gradients in reentrant ones at first."""
+
+    def stack(head, hidden):
+        return head.forward(hidden * 0.5)
+
+    for outer, inner in itertools.product((True, False), repeat=2):
+        head = MicroBatch(strategy, rank=rank, sp=sp)
+        plain = stack(head, head.hidden)
+        expected = head.backward(plain)
+        again = partial(checkpoint, stack, head, use_reentrant=inner)
+        loss = checkpoint(again, head.hidden, use_reentrant=outer)
+        assert torch.equal(loss, plain)
+        loss.backward(head.grad_loss)
+        assert equal((head.hidden.grad, head.weight.grad), expected)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy
-from tests.support.collectives import Collective, Collectives, RandomDelays
+from tests.support.collectives import Collective, Collectives, random_delays
 from tests.support.distillation import make_problem
 from tests.support.op import fresh_group, rows_of, shard_of, strategy_in_place, tokens_of
 from tests.support.ranks import Rank, on_ranks
@@ -115,7 +115,7 @@ def test_same_order(rank: Rank, strategy, sp):
         expected = step("plain")
         assert all(torch.isfinite(tensor).all() for tensor in expected)
         for repeat in range(NUM_DISTURBED_STEPS):
-            delays = RandomDelays(1000 * repeat + rank.rank, longest_s=LONGEST_DELAY_S, device=rank.device)
+            delays = random_delays(1000 * repeat + rank.rank, longest_s=LONGEST_DELAY_S, device=rank.device)
             got = step(f"disturbed {repeat}", delays)
             assert all(map(torch.equal, got, expected)), f"bits differ in repeat {repeat}"
         for kind in KINDS:

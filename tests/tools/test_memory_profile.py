@@ -19,7 +19,7 @@ from megatron_fused_ce.scripts.runs import memory
 from tests.support.commands import run_here
 from tests.support.cpu_case import BASE_ARGS, NO_FUSED_WGRAD, UNTIED
 from tests.support.megatron import CORE_0_19
-from tests.support.storage_trace import snapshot
+from tests.tools.memory_on_cpu import snapshot
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB, COLOURS = memory.MIB, memory.COLOURS
