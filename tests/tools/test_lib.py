@@ -59,21 +59,18 @@ def test_committed_files_follow_the_schema():
 
 # --- logs ------------------------------------------------------------------------------------
 
-LINE = " iteration 3/ 3 | lm loss: 5.0E+00 | grad norm: 2.6 | loss scale: 2.0 |"
-EXACT = '[megatron_cpu] exact {"iteration": 3, "grad norm": 2.58612345, "lm loss": 5.53793219}'
 
-
-def test_exact_figures_replace_rounded_ones():
-    found = logs.parse_logs([f"{EXACT}\n{LINE}"])
+def test_what_logs_say():
+    """Exact figures replace rounded ones; memory runs out in many words."""
+    exact = '[megatron_cpu] exact {"iteration": 3, "grad norm": 2.58612345, "lm loss": 5.53793219}'
+    line = " iteration 3/ 3 | lm loss: 5.0E+00 | grad norm: 2.6 | loss scale: 2.0 |"
+    found = logs.parse_logs([f"{exact}\n{line}"])
     assert (found.losses, found.grad_norms) == ({"lm loss": [5.53793219]}, [2.58612345])
-
-
-def test_ways_of_running_out_of_memory():
-    for line in (
+    for words in (
         "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)",
         "ncclUnhandledCudaError: Call to CUDA function failed. Cuda failure 2 'out of memory'",
     ):
-        assert logs.parse_logs([f"[rank0]: {line}"]).status == "out of memory"
+        assert logs.parse_logs([f"[rank0]: {words}"]).status == "out of memory"
 
 
 # --- launches --------------------------------------------------------------------------------
