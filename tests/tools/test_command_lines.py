@@ -79,13 +79,12 @@ LAUNCHES = f"{SWEEP} --through-megatron megatron-lm --strategies recompute --chu
 #: A command's line, and words of its answer.
 REFUSED = f"""
 {LLAMA} --moe-layer-freq [1]*1000000000 | is no number and no list of 0 and 1
+plan --from-launch long.sh | long.sh has 1048577 bytes; at most 1048576 are read
 plan --from-log /dev/zero --gpu h100-80gb | /dev/zero is no regular file
-plan-head --hidden 4 --vocab 8 --tokens 64 --num-chunks 2 --chunk-tokens 3 | give one of them
 memory --out /dev/null/x -- torchrun x.py | cannot write to /dev/null/x
-memory --draw /dev/zero | /dev/zero is no regular file
+memory --draw latin-1 | latin-1 is no text file
 memory --draw empty | empty
 memory | give a launch after --, or --draw FILE
-memory -- torchrun x.py | needs a GPU, there is none: --draw FILE
 compare / /dev/null | holds more than 20000 files and folders
 compare /dev/zero /dev/null | /dev/zero: no regular file or folder
 compare /proc/self/mem /dev/null | /proc
@@ -136,6 +135,7 @@ scripts.runs.pretrain --megatron=megatron-lm --variants=other | no other; there 
 FILES = {"empty": "", "x.py": "", "above/run/events.out.tfevents.1": "", "empty-folder/x": ""}
 LINE = " iteration {}/ 99 | lm loss: 5.0 |\n"
 FILES |= dict.fromkeys(("off.log", "runs/a-1/out.log", "runs/a-2/out.log"), LINE.format(1))
+FILES |= {"latin-1": "\xff", "long.sh": "#" * (2**20 + 1)}
 FILES |= dict.fromkeys(("late.log", "runs/b-1/out.log"), LINE.format(90))
 
 
@@ -151,7 +151,7 @@ def test_what_is_refused_is_one_line_and_writes_nothing(row, tmp_path, monkeypat
     monkeypatch.setitem(sys.modules, "tensorboard.backend.event_processing.event_accumulator", None)
     for file, text in FILES.items():
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / file).write_text(text)
+        (tmp_path / file).write_bytes(text.encode("latin-1"))
     before = sorted(tmp_path.rglob("*"))
     done = run_here(main_of(name), *words)
     assert done.returncode == 2 and done.stdout == "" and said in done.stderr, done.stderr
@@ -207,15 +207,6 @@ def test_other_ranks_say_nothing(monkeypatch, capsys):
     assert main([]) == 2 and capsys.readouterr().err == "tool: two lines\n"
     monkeypatch.setenv("RANK", "1")
     assert main([]) == main(["--what"]) == 2 and capsys.readouterr().err == ""
-
-
-def test_only_regular_files_of_some_size_are_read(tmp_path):
-    (tmp_path / "text").write_text("1234")
-    with pytest.raises(UsageError, match="has 4 bytes; at most 3"):
-        command_line.read_text(tmp_path / "text", 3)
-    (tmp_path / "text").write_bytes(b"\xff\xfe")
-    with pytest.raises(UsageError, match="no text file"):
-        command_line.read_text(tmp_path / "text")
 
 
 # --- the documentation -----------------------------------------------------------------------

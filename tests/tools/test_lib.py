@@ -15,8 +15,6 @@ from megatron_fused_ce.scripts.lib import logs, results, runner
 ROOT = Path(__file__).resolve().parents[2]
 
 
-# --- results ---------------------------------------------------------------------------------
-
 ROW = {**dict.fromkeys(results.ROW), "shape": "llama-3-8b", "variant": "store", "time_ms": 1.5, "T": 64}
 
 
@@ -57,9 +55,6 @@ def test_committed_files_follow_the_schema():
         results.read(path)
 
 
-# --- logs ------------------------------------------------------------------------------------
-
-
 def test_what_logs_say():
     """Exact figures replace rounded ones; memory runs out in many words."""
     exact = '[megatron_cpu] exact {"iteration": 3, "grad norm": 2.58612345, "lm loss": 5.53793219}'
@@ -71,9 +66,6 @@ def test_what_logs_say():
         "ncclUnhandledCudaError: Call to CUDA function failed. Cuda failure 2 'out of memory'",
     ):
         assert logs.parse_logs([f"[rank0]: {words}"]).status == "out of memory"
-
-
-# --- launches --------------------------------------------------------------------------------
 
 
 def test_lifted_refusal_leaves_the_rest_of_the_check():
