@@ -64,6 +64,7 @@ OTHERS = {
     "nan": (nan, "wrong result: grad_weight inf"),
     "wrong": (lambda problem: {"loss": 1.5 * plain(problem)["loss"]}, "wrong result: grad_hidden 5.00e-01"),
     "cce": (None, "needs a GPU"),
+    "verl-tp": (None, "needs a GPU"),
 }
 
 
@@ -78,7 +79,7 @@ def test_rows_and_their_page(tmp_path, monkeypatch, capsys):
     others = [Case(name, PEER, run) for name, (run, _) in OTHERS.items() if run]
     others[1] = replace(others[1], grads=(("loss", "one_upstream"),))
     monkeypatch.setattr(loss, "megatron", lambda world: others)
-    words = ["--strategies", "store", "recompute:32", "--peers", "cce", "cce-exact"]
+    words = ["--strategies", "store", "recompute:32", "--peers", "cce", "verl-tp", "cce-exact"]
     code, rows = bench(tmp_path, *TINY, *words, "--skip", "cce-exact")
     assert code == 0 and list(rows) == ["roof", "roof-4", "store", "recompute:32", *OTHERS]
     for name, row in rows.items():

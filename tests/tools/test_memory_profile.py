@@ -52,6 +52,7 @@ STACKS = f"""
 {LAYERS} | {CORE}/transformer/multi_token_prediction.py:forward {MODEL}:forward
 {LAYERS} | torch/autograd/graph.py:_engine_run_backward {CORE}/tensor_parallel/random.py:backward
 {BUFFERS} | {CORE}/distributed/param_and_grad_buffer.py:__init__ x.py:get_model
+{WEIGHTS} | {CORE}/transformer/mlp.py:__init__ megatron/training/training.py:get_model
 {OTHER} | megatron_fused_ce/adapter/x.py:forward {TRAIN}
 """
 
