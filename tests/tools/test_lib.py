@@ -15,8 +15,6 @@ from megatron_fused_ce.scripts.lib import logs, results, runner
 ROOT = Path(__file__).resolve().parents[2]
 
 
-# --- results ---------------------------------------------------------------------------------
-
 ROW = {**dict.fromkeys(results.ROW), "shape": "llama-3-8b", "variant": "store", "time_ms": 1.5, "T": 64}
 
 
@@ -57,26 +55,17 @@ def test_committed_files_follow_the_schema():
         results.read(path)
 
 
-# --- logs ------------------------------------------------------------------------------------
-
-LINE = " iteration 3/ 3 | lm loss: 5.0E+00 | grad norm: 2.6 | loss scale: 2.0 |"
-EXACT = '[megatron_cpu] exact {"iteration": 3, "grad norm": 2.58612345, "lm loss": 5.53793219}'
-
-
-def test_exact_figures_replace_rounded_ones():
-    found = logs.parse_logs([f"{EXACT}\n{LINE}"])
+def test_what_logs_say():
+    """Exact figures replace rounded ones; memory runs out in many words."""
+    exact = '[megatron_cpu] exact {"iteration": 3, "grad norm": 2.58612345, "lm loss": 5.53793219}'
+    line = " iteration 3/ 3 | lm loss: 5.0E+00 | grad norm: 2.6 | loss scale: 2.0 |"
+    found = logs.parse_logs([f"{exact}\n{line}"])
     assert (found.losses, found.grad_norms) == ({"lm loss": [5.53793219]}, [2.58612345])
-
-
-def test_ways_of_running_out_of_memory():
-    for line in (
+    for words in (
         "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)",
         "ncclUnhandledCudaError: Call to CUDA function failed. Cuda failure 2 'out of memory'",
     ):
-        assert logs.parse_logs([f"[rank0]: {line}"]).status == "out of memory"
-
-
-# --- launches --------------------------------------------------------------------------------
+        assert logs.parse_logs([f"[rank0]: {words}"]).status == "out of memory"
 
 
 def test_lifted_refusal_leaves_the_rest_of_the_check():

@@ -51,11 +51,8 @@ STACKS = f"""
 {LAYERS} | transformer_engine/pytorch/module/linear.py:backward
 {LAYERS} | {CORE}/transformer/multi_token_prediction.py:forward {MODEL}:forward
 {LAYERS} | torch/autograd/graph.py:_engine_run_backward {CORE}/tensor_parallel/random.py:backward
-{EMBEDDING} | {LINEAR}:forward {CORE}/models/common/embeddings/language_model_embedding.py:forward
 {BUFFERS} | {CORE}/distributed/param_and_grad_buffer.py:__init__ x.py:get_model
-{OPTIMIZER} | torch/optim/adamw.py:step {TRAIN}
 {WEIGHTS} | {CORE}/transformer/mlp.py:__init__ megatron/training/training.py:get_model
-{NATIVE} | torch/autograd/graph.py:_engine_run_backward {TRAIN}
 {OTHER} | megatron_fused_ce/adapter/x.py:forward {TRAIN}
 """
 
@@ -132,11 +129,6 @@ def test_traces(what):
     assert timeline.unaccounted_bytes == left
 
 
-def a_step():
-    steps = [(300, LAYER), (5000, OURS), (200, OURS), 3, (40, ""), 1, 2, 4]
-    return traced((1000, f"{LINEAR}:__init__ x.py:get_model"), (70, "somewhere.py:f"), *steps, num_before=2)
-
-
 # --- a launch -----------------------------------------------------------------------------------
 
 TOKENS, VOCABULARY = 512, 2048  # of a micro-batch
@@ -192,12 +184,11 @@ def test_logits_of_a_rank():
 
 def test_launches_without_a_profile(no_gpu_asked_for, tmp_path, monkeypatch):
     monkeypatch.setattr(launches, "RUNNER", NOTHING)
-    torchruns, own = [sys.executable, __file__], ["torchrun", "-m", "my.runner", __file__]
-    for words, said in (
-        (torchruns, "ended before step 3: raise --train-iters"),
-        (own, "leave out -m my.runner"),
+    for launcher, said in (
+        (sys.executable, "ended before step 3: raise --train-iters"),
+        ("torchrun -m my.runner", "leave out -m my.runner"),
     ):
-        done = run_here(memory.main, "--out", tmp_path / "out", "--", *words)
+        done = run_here(memory.main, "--out", tmp_path / "out", "--", *launcher.split(), __file__)
         assert done.returncode == 2 and said in done.stderr and len(done.stderr.splitlines()) == 1
     assert not (tmp_path / "out" / "memory_profile.json").exists()
 
@@ -232,7 +223,9 @@ def test_draw_makes_table_and_picture_again(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     figures, save = [], memory.pictures.save
     monkeypatch.setattr(memory.pictures, "save", lambda *of: (figures.append(of[0]), save(*of)))
-    off, on = a_step(), a_step()
+    before = (1000, f"{LINEAR}:__init__ x.py:get_model"), (70, "somewhere.py:f")
+    steps = *before, (300, LAYER), (5000, OURS), (200, OURS), 3, (40, ""), 1, 2, 4
+    off, on = traced(*steps, num_before=2), traced(*steps, num_before=2)
     off.name, on.name = "flag off", "flag on"
     off.marks, off.facts = [(0, "forward")], {"device": "x"}
     on.events = [(at, size // 2 if name == HEAD else size, name) for at, size, name in on.events]

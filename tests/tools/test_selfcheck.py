@@ -12,27 +12,19 @@ from megatron_fused_ce.losses.terms import Pull
 from megatron_fused_ce.scripts.runs import selfcheck
 
 
-def selfchecked(tmp_path, capsys):
-    status = selfcheck.main(["--device", "cpu", "--calls", "12", "--out", str(tmp_path / "found.json")])
-    return status, capsys.readouterr().out, json.loads((tmp_path / "found.json").read_text())
-
-
-def fails(*_):
-    raise RuntimeError("no kernel image is available")
-
-
 def test_right_and_wrong(tmp_path, capsys, monkeypatch):
-    status, out, found = selfchecked(tmp_path, capsys)
-    assert status == 0 and "12 calls against fp64, 0 wrong" in out and "not timed: no GPU" in out
-    assert found["calls"] == 12 and not found["wrong"] and found["torch"]
-    # grad_hidden and grad_weight too large by two percent, where the loss is a sum of terms; then an error.
-    stock = CrossEntropy.pull
-    monkeypatch.setattr(CrossEntropy, "pull", lambda *of: Pull(*(x and 1.02 * x for x in stock(*of))))
-    status, out, found = selfchecked(tmp_path, capsys)
-    assert status == 1 and found["wrong"] and "grad_hidden is off by" in out
-    monkeypatch.setattr(CrossEntropy, "value", fails)
-    status, out, _ = selfchecked(tmp_path, capsys)
-    assert status == 1 and "RuntimeError: no kernel image is available" in out
+    """In turn: nothing is broken; gradients are two percent too large; calls fail."""
+    path, stock = tmp_path / "found.json", CrossEntropy.pull
+    for name, method, status, words in (
+        ("pull", stock, 0, "12 calls against fp64, 0 wrong"),
+        ("pull", lambda *of: Pull(*(x and 1.02 * x for x in stock(*of))), 1, "grad_hidden is off by"),
+        ("value", None, 1, "TypeError: 'NoneType' object is not callable"),
+    ):
+        monkeypatch.setattr(CrossEntropy, name, method)
+        assert selfcheck.main(["--device", "cpu", "--calls", "12", "--out", str(path)]) == status
+        printed, found = capsys.readouterr().out, json.loads(path.read_text())
+        assert words in printed and "not timed: no GPU" in printed
+        assert (found["calls"], bool(found["wrong"])) == (12, bool(status)) and found["torch"]
 
 
 def test_without_triton(tmp_path, capsys, monkeypatch):
