@@ -42,26 +42,23 @@ class Trained:
     def log(self, interval=1, begin=1, end=None, logs_first=True, stop_after=None):
         """As `training_log` of 0.16 and newer (``logs_first``) or of 0.15 prints it."""
         lines = ["[before the start of training step] datetime: 2026-01-01 00:00:00"]
-        total, advanced, skipped, last = 0.0, 0, 0, end or max(self.losses)
+        since, last = [], end or max(self.losses)
         stamp = "2026-01-01 00:00:00" + (".123456" if logs_first else "")
         for step in range(begin, (stop_after or last) + 1):
-            if (loss := self.losses[step]) is None:
-                skipped += 1
-            else:
-                total, advanced = total + loss, advanced + 1
+            since.append(self.losses[step])
             is_first = logs_first and step == begin
             if step % interval and not is_first:
                 continue
-            mean = total / max(1, advanced)
+            known = [loss for loss in since if loss is not None]
+            mean = sum(known) / max(1, len(known))
             text = f" [{stamp}] iteration {step:8d}/{last:8d} | consumed samples: {8 * step:12d} |"
             # Printed where it compares as at least 0 (newer) or above it: never nan.
             if mean > 0 or (logs_first and mean == 0):
                 text += f" lm loss: {mean:.6E} |"
             text += f" loss scale: 1.0 | grad norm: {self.norms[step]:.3f} |"
-            text += f" number of skipped iterations: {skipped:3d} | number of nan iterations:   0 |"
+            text += f" number of skipped iterations: {since.count(None):3d} | number of nan iterations:   0 |"
             lines.append(text)
-            if not is_first:
-                total, advanced, skipped = 0.0, 0, 0
+            since = since if is_first else []
         return "\n".join(lines) + "\n"
 
     def tensorboard(self, begin=1, end=None, interval=1):
@@ -276,11 +273,8 @@ def test_runs_that_are_the_same_are_called_so():
 
 def log_of(name, seed, losses=None, norms=None, words=("", ""), validation=4, **how):
     """As it is but for these; ``words``: a pattern, and what stands in its place."""
-    run = RUNS[name, seed]
-    changes = (
-        (of, change or (lambda step, x: x)) for of, change in ((run.losses, losses), (run.norms, norms))
-    )
-    run = Trained(*({step: change(step, x) for step, x in of.items()} for of, change in changes))
+    changes = zip(dataclasses.astuple(RUNS[name, seed]), (losses, norms), strict=True)
+    run = Trained(*({s: change(s, x) if change else x for s, x in of.items()} for of, change in changes))
     return re.sub(*words, run.log(**how)) + EVALUATION.format(300, validation) * bool(validation)
 
 

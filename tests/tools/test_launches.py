@@ -149,20 +149,13 @@ def test_launches_that_go_wrong(launched, row):
 # --- below the tools -----------------------------------------------------------------------------
 
 #: torchrun gives each rank a session of its own: killing the launcher's group spares them.
-RANK = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(99)"
-LAUNCHER = f"""
-import subprocess, sys, time
-rank = subprocess.Popen([sys.executable, "-c", {RANK!r}], stdout=subprocess.PIPE, start_new_session=True)
-rank.stdout.readline()
-print(f" iteration {{rank.pid}}/ 9 | lm loss: 1.0 |", flush=True)
-time.sleep(600)
-"""
+RANK = """'trap "" TERM; echo " iteration $$/ 9 | lm loss: 1.0 |"; exec sleep 99'"""
 
 
 def test_a_launch_that_does_not_end(tmp_path, monkeypatch):
     """Its ranks are ended with it."""
     monkeypatch.setattr(launches, "POLL_S", 0.1)
-    told, started = [], launches.start([sys.executable, "-c", LAUNCHER], tmp_path / "run")
+    told, started = [], launches.start(["bash", "-c", f"setsid bash -c {RANK} & wait"], tmp_path / "run")
     assert started.finish(3.0, told.append).status == "timed out after 3 s" and len(told) == 1
     rank = Path(f"/proc/{re.findall('[0-9]+', told[0])[0]}/stat")
     until = time.monotonic() + 15

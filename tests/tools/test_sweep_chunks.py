@@ -20,12 +20,6 @@ BRIEF += ["--strategies", "store", "recompute", "--blocks", "1", "--sample-ms", 
 KEYS = ["auto", "store x 1", "store x 4", "recompute x 1", "recompute x 4"]
 
 
-@pytest.fixture(autouse=True)
-def one_commit(monkeypatch):
-    """A commit that somebody makes meanwhile would make another sweep."""
-    monkeypatch.setenv("FUSED_CE_COMMIT", "0" * 40)
-
-
 def row(strategy, num_chunks, ratio, peak, status="ok", spread=0.0) -> Row:
     time_ms = None if ratio is None else 10 * ratio
     made = {"status": status, "time_ms": time_ms, "ratio": ratio, "spread": spread, "peak_mib": peak}
