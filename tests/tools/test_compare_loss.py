@@ -121,7 +121,6 @@ MANY_LOSSES = """
 374.2 | throughput per GPU (TFLOP/s/GPU): 300.1 | \
 lm loss: 5.260322E+00 | mtp_1 loss: 5.116029E+00 | load_balancing_loss: 1.012345E+00 | \
 load_balancing_loss: 1.01 | z_loss: 0.02 | loss scale: 1.0 | grad norm: 1.694 | num zeros: 0 |
-[Rank 0] (after 1 iterations) memory (MB) | allocated: 1.0 | max allocated: 2.0 |
  validation loss at iteration 3 | lm loss value: 5.257074E+00 | lm loss PPL: 1.91E+02 |
  validation-code loss at iteration 3 on validation set | lm loss value: 5.2E+00 | lm loss PPL: 1.9E+02 |
  validation loss at iteration 3 on test set | lm loss value: 5.1E+00 | lm loss PPL: 1E+02 |
@@ -354,7 +353,7 @@ def test_pairs_by_seed(ran, tmp_path, what):
         assert any(problem.startswith(words) for problem in made_by["problems"])
     rows = results.rows(tmp_path / "out" / "compare_loss.json")
     last = {row["variant"]: row for row in rows if row["shape"].startswith("lm loss, last 100, ")}
-    assert last["flag"]["seeds"] == ([1, 2] if what == "two seeds" else [1, 2, 3])
+    assert last["flag"]["seeds"] == [1, 2, 3][: 2 if what == "two seeds" else 3]
     if what == "an error on purpose, in a picture":
         assert not last["planted"]["within"] and 0.8 < last["planted"]["over_seeds"] < 1.2
 
