@@ -1,8 +1,8 @@
 """Stands for pretrain_gpt.py in a test's checkout: logs as Megatron does, and needs no torch.
 
 With the flag and several chunks it goes wrong as its words say: ``--full``, ``--break``, ``--wrong``,
-``--nan``, ``--norm``, ``--short``, ``--idle``, ``--stored``; with N chunks alone as ``--full=N`` does.
-Without the flag: ``--native-nan``, ``--native-wrong``. ``$LAUNCHES``: a file that gets each launch's words.
+``--nan``, ``--norm``, ``--short``, ``--idle``, ``--stored``; native's loss as ``--native-nan`` and
+``--native-wrong`` say. ``$LAUNCHES``: a file that gets each launch's words.
 """
 
 import os
@@ -19,8 +19,7 @@ if "LAUNCHES" in os.environ:
         print(*words, file=file)
 flag, native = "--fused-chunked-ce" in words, "native" in words
 chunks = value("--fused-ce-num-chunks", 0)
-split = (word.partition("=") for word in words if flag and chunks > 1)
-goes_wrong = {name for name, _, of in split if of in ("", str(chunks))}
+goes_wrong = words if flag and chunks > 1 else []
 if "--refused" in words:
     raise SystemExit("pretrain_gpt.py: error: unrecognized arguments: --refused")
 if chunks and not flag:
@@ -34,8 +33,8 @@ end = value("--exit-interval", value("--train-iters", 12)) - ("--short" in goes_
 for i in range(1, end + 1):
     ms = 10 + 2 * (chunks > 0) + (90 // i if i < 3 else 0)
     loss = 5.0 - 0.1 * i + 0.1 * ("--wrong" in goes_wrong)
-    loss += 0.06 if "--native-wrong" in words else 1e-6 * native
-    if "--nan" in goes_wrong or "--native-nan" in words:
+    loss += native * (0.06 if "--native-wrong" in words else 1e-6)
+    if "--nan" in goes_wrong or (native and "--native-nan" in words):
         loss = float("nan")
     norm = 1.0 + 1e-3 * ("--norm" in goes_wrong)
     print(

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_fused_ce.scripts.lib import results
 from tests.support.checkouts import FAKE_PRETRAIN, stand_in
+from tests.support.commands import run_here
 from tests.support.forked_launches import Server
 
 
@@ -24,3 +26,19 @@ def fake_checkout(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(no_torch), prepend=os.pathsep)
     monkeypatch.setenv("LAUNCHES", str(tmp_path / "launches.txt"))
     return stand_in(tmp_path / "megatron-lm", FAKE_PRETRAIN)
+
+
+@pytest.fixture
+def ran(tmp_path):
+    """Runs a tool into the folder out: what came of it, its result's made_by, rows by variant (and tokens),
+    and the words of each launch."""
+
+    def run(main, *words):
+        (log := tmp_path / "launches.txt").write_text("")
+        done, made_by, rows = run_here(main, "--out", tmp_path / "out", *words), {}, []
+        for file in (tmp_path / "out").glob("*.json"):
+            made_by, rows = (results.read(file)[name] for name in ("made_by", "rows"))
+        named = {(row["variant"], row["T"]) if "T" in row else row["variant"]: row for row in rows}
+        return done, made_by, named, log.read_text().splitlines()
+
+    return run

@@ -5,31 +5,27 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-import json
 import math
-import os
 import random
 import re
 import statistics
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from megatron_fused_ce.scripts.lib import launches, losses, results
+from megatron_fused_ce.scripts.lib import losses, results
 from megatron_fused_ce.scripts.lib.logs import GRAD_NORM, Point, Record
 from megatron_fused_ce.scripts.runs import compare as compare_loss
 from megatron_fused_ce.scripts.runs.compare import Comparison, Figure, root_mean_square
-from tests.support.checkouts import FAKE_PRETRAIN
-from tests.support.commands import run_here
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
 def no_picture(request, monkeypatch):
-    if "picture" not in request.node.name:
+    if "picture" in request.node.name:
+        pytest.importorskip("matplotlib")
+    else:
         monkeypatch.setattr(compare_loss.pictures, "pyplot", lambda: None)
 
 
@@ -46,26 +42,23 @@ class Trained:
     def log(self, interval=1, begin=1, end=None, logs_first=True, stop_after=None):
         """As `training_log` of 0.16 and newer (``logs_first``) or of 0.15 prints it."""
         lines = ["[before the start of training step] datetime: 2026-01-01 00:00:00"]
-        total, advanced, skipped, last = 0.0, 0, 0, end or max(self.losses)
+        since, last = [], end or max(self.losses)
         stamp = "2026-01-01 00:00:00" + (".123456" if logs_first else "")
         for step in range(begin, (stop_after or last) + 1):
-            if (loss := self.losses[step]) is None:
-                skipped += 1
-            else:
-                total, advanced = total + loss, advanced + 1
+            since.append(self.losses[step])
             is_first = logs_first and step == begin
             if step % interval and not is_first:
                 continue
-            mean = total / max(1, advanced)
+            known = [loss for loss in since if loss is not None]
+            mean = sum(known) / max(1, len(known))
             text = f" [{stamp}] iteration {step:8d}/{last:8d} | consumed samples: {8 * step:12d} |"
             # Printed where it compares as at least 0 (newer) or above it: never nan.
             if mean > 0 or (logs_first and mean == 0):
                 text += f" lm loss: {mean:.6E} |"
             text += f" loss scale: 1.0 | grad norm: {self.norms[step]:.3f} |"
-            text += f" number of skipped iterations: {skipped:3d} | number of nan iterations:   0 |"
+            text += f" number of skipped iterations: {since.count(None):3d} | number of nan iterations:   0 |"
             lines.append(text)
-            if not is_first:
-                total, advanced, skipped = 0.0, 0, 0
+            since = since if is_first else []
         return "\n".join(lines) + "\n"
 
     def tensorboard(self, begin=1, end=None, interval=1):
@@ -104,16 +97,6 @@ def changed(at, by=0.01):
     return trained(by=lambda step: by * (step == at))
 
 
-def compared(folder, runs, options=""):
-    """The command on these runs, each a log's text or a function that writes a folder; the third is noise."""
-    paths = [folder / name for name in ("a", "b", "noise")[: len(runs)]]
-    folder.mkdir(exist_ok=True)
-    for run, path in zip(runs, paths, strict=True):
-        run(path) if callable(run) else path.write_text(run)
-    noise = [f"--against-noise={path}" for path in paths[2:]]
-    return run_here(compare_loss.main, *paths[:2], f"--out={folder / 'out'}", *noise, *options.split())
-
-
 EXACTLY = "--first-bound=0 --first=1000"
 
 
@@ -138,7 +121,6 @@ MANY_LOSSES = """
 374.2 | throughput per GPU (TFLOP/s/GPU): 300.1 | \
 lm loss: 5.260322E+00 | mtp_1 loss: 5.116029E+00 | load_balancing_loss: 1.012345E+00 | \
 load_balancing_loss: 1.01 | z_loss: 0.02 | loss scale: 1.0 | grad norm: 1.694 | num zeros: 0 |
-[Rank 0] (after 1 iterations) memory (MB) | allocated: 1.0 | max allocated: 2.0 |
  validation loss at iteration 3 | lm loss value: 5.257074E+00 | lm loss PPL: 1.91E+02 |
  validation-code loss at iteration 3 on validation set | lm loss value: 5.2E+00 | lm loss PPL: 1.9E+02 |
  validation loss at iteration 3 on test set | lm loss value: 5.1E+00 | lm loss PPL: 1E+02 |
@@ -158,7 +140,6 @@ VERDICTS = {
     "one and five": (0, "on 8 lines", OURS, RUN.log(5), EXACTLY),
     "fives of 0.15": (0, "1 to 40, on 8 lines", *2 * [RUN.log(5, logs_first=False)], EXACTLY),
     "fives of two versions": (0, "11 to 40, on 6 lines", RUN.log(5), RUN.log(5, logs_first=False), EXACTLY),
-    "an error in one of ten": (1, "(largest at iteration 40)", RUN.log(10), changed(33).log(4), EXACTLY),
     # starts
     "a log of two starts": (
         0, "!restarted", OURS, RUN.log(end=40, stop_after=20) + RUN.log(begin=21), EXACTLY),
@@ -219,6 +200,9 @@ VERDICTS = {
         2, "--tensorboard-log-interval 1", RUN.tensorboard(interval=5), RUN.log(5)),
     "every fifth iteration of both": (
         1, "+1.0e-02, bound 0", RUN.tensorboard(interval=5), changed(30).tensorboard(interval=5), EXACTLY),
+    "a picture": (
+        0, "lm loss, grad norm, lm loss validation; ", RUN.tensorboard(),
+        changed(22, 1e-4).tensorboard(), SICK.log()),
     "a restart in TensorBoard": (
         0, "b was restarted at iteration 21: the last start counts", RESUMED.tensorboard(),
         lambda folder: [run(folder) for run in (LOST.tensorboard(end=37), RUN.tensorboard(21, 30))], EXACTLY),
@@ -230,14 +214,20 @@ VERDICTS = {
 
 
 @pytest.mark.parametrize("what", VERDICTS)
-def test_verdicts(tmp_path, what):
+def test_verdicts(ran, tmp_path, what):
+    """Of two runs, each a log's text or a function that writes a folder; a third is noise."""
     status, words, *runs = VERDICTS[what]
-    options = runs.pop() if str(runs[-1]).startswith("--") else ""
-    done = compared(tmp_path, runs, options)
+    options = runs.pop().split() if str(runs[-1]).startswith("--") else []
+    paths = [tmp_path / name for name in ("a", "b", "noise")[: len(runs)]]
+    for run, path in zip(runs, paths, strict=True):
+        run(path) if callable(run) else path.write_text(run)
+    noise = [f"--against-noise={path}" for path in paths[2:]]
+    done, *_ = ran(compare_loss.main, *paths[:2], *noise, *options)
     printed = done.stdout + done.stderr
     assert done.returncode == status and (words.strip("!") in printed) != words.startswith("!"), printed
     if status != 2:
         assert done.stdout.splitlines()[-1] == {0: "SAME", 1: "DIFFERENT"}[status]
+    assert (tmp_path / "out" / "compare_loss.png").is_file() == ("picture" in what)
 
 
 # --- several seeds -------------------------------------------------------------------------------
@@ -282,11 +272,8 @@ def test_runs_that_are_the_same_are_called_so():
 
 def log_of(name, seed, losses=None, norms=None, words=("", ""), validation=4, **how):
     """As it is but for these; ``words``: a pattern, and what stands in its place."""
-    run = RUNS[name, seed]
-    changes = (
-        (of, change or (lambda step, x: x)) for of, change in ((run.losses, losses), (run.norms, norms))
-    )
-    run = Trained(*({step: change(step, x) for step, x in of.items()} for of, change in changes))
+    changes = zip(dataclasses.astuple(RUNS[name, seed]), (losses, norms), strict=True)
+    run = Trained(*({s: change(s, x) if change else x for s, x in of.items()} for of, change in changes))
     return re.sub(*words, run.log(**how)) + EVALUATION.format(300, validation) * bool(validation)
 
 
@@ -342,13 +329,13 @@ SEEDS = {
         {name: {"interval": 20} for name in NAMES}, "INCONCLUSIVE"),
     "lines of five in the noise": (
         "lm loss, first 10: not judged", {"te": {"interval": 5}}, "INCONCLUSIVE"),
-    "an error on purpose": (
+    "an error on purpose, in a picture": (
         "  planted ", one(lambda s, x: x + 1, "planted-1", name="te", words=NO_NORMS), "SAME"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("what", SEEDS)
-def test_pairs_by_seed(tmp_path, what):
+def test_pairs_by_seed(ran, tmp_path, what):
     """Whatever a seed does by itself, far more than what is looked for, is none of the difference."""
     words, changes, verdict = (*SEEDS[what], "DIFFERENT")[:3]
     for run in {f"{name}-{seed}" for name, seed in RUNS} | {run for run in changes if "-" in run}:
@@ -356,17 +343,18 @@ def test_pairs_by_seed(tmp_path, what):
         if (how := changes.get(run, changes.get(name, {}))) is not None:
             log = log_of(**{"name": name, "seed": int(seed), **how}) if how != "" else ""
             (tmp_path / f"{run}.log").write_text(log)
-    names = [f"--paired={tmp_path}", "unfused", "flag", "--against-noise", "te", f"--out={tmp_path / 'out'}"]
-    done = run_here(compare_loss.main, *names)
-    content = results.read(tmp_path / "out" / "compare_loss.json")
+    names = f"--paired={tmp_path}", "unfused", "flag", "--against-noise", "te"
+    done, made_by, *_ = ran(compare_loss.main, *names)
     assert done.returncode == compare_loss.STATUS[verdict], done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == verdict and words in done.stdout, done.stdout
-    assert not any(re.search(r"iterations \d", note) for note in content["made_by"]["notes"]), "of a block"
+    assert not any(re.search(r"iterations \d", note) for note in made_by["notes"]), "of a block"
+    assert (tmp_path / "out" / "compare_loss.png").is_file() == ("picture" in what)
     if verdict == "DIFFERENT":
-        assert any(problem.startswith(words) for problem in content["made_by"]["problems"])
-    last = {row["variant"]: row for row in content["rows"] if row["shape"].startswith("lm loss, last 100, ")}
-    assert last["flag"]["seeds"] == ([1, 2] if what == "two seeds" else [1, 2, 3])
-    if what == "an error on purpose":
+        assert any(problem.startswith(words) for problem in made_by["problems"])
+    rows = results.rows(tmp_path / "out" / "compare_loss.json")
+    last = {row["variant"]: row for row in rows if row["shape"].startswith("lm loss, last 100, ")}
+    assert last["flag"]["seeds"] == [1, 2, 3][: 2 if what == "two seeds" else 3]
+    if what == "an error on purpose, in a picture":
         assert not last["planted"]["within"] and 0.8 < last["planted"]["over_seeds"] < 1.2
 
 
@@ -390,98 +378,3 @@ def test_the_committed_runs_keep_their_verdicts():
         outside |= {name for name, size in block.items() if size[0] > bound}
     errors = ("noise-0.3", "noise-1", "labels", "no-grad-weight", "no-grad-hidden")
     assert outside == {f"planted-{error}" for error in errors}
-
-
-# --- the command ---------------------------------------------------------------------------------
-
-
-def test_files_and_picture(tmp_path):
-    pytest.importorskip("matplotlib")
-    done = compared(tmp_path / "pair", (RUN.tensorboard(), changed(22, 1e-4).tensorboard(), SICK.log()))
-    assert done.returncode == 0 and "lm loss, grad norm, lm loss validation; " in done.stdout, done.stdout
-    (seeds := tmp_path / "seeds").mkdir()
-    test_pairs_by_seed(seeds, "an error on purpose")
-    for folder in (tmp_path / "pair" / "out", seeds / "out"):
-        assert {file.name for file in folder.iterdir()} == {"compare_loss.json", "compare_loss.png"}
-        assert (folder / "compare_loss.png").read_bytes().startswith(b"\x89PNG")
-
-
-# --- launches ------------------------------------------------------------------------------------
-
-
-def launched(folder, *flags, options=()):
-    script = folder / "pretrain_fake.py"
-    script.write_text(FAKE_PRETRAIN)
-    words = ("--launch", *options, f"--out={folder / 'out'}", "--", sys.executable, script)
-    return run_here(compare_loss.main, *words, *flags, "--fused-ce-num-chunks", "3", "--bf16")
-
-
-def test_launches_of_its_own(tmp_path):
-    run, out = launched(tmp_path, "--lr", "1e-3", options=["--noise"]), tmp_path / "out"
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert re.findall(r"^launch (\w+): \d+ s, logs in ", run.stdout, re.MULTILINE) == ["off", "on", "noise"]
-    made = json.loads((out / "compare_loss.json").read_text())["made_by"]["runs"]
-    assert made["on"]["heads"][0] == 12 and made["noise"]["iterations"] == [1, 12]
-    # Again, into the same folder.
-    for options in ((), ("--seeds", "1", "2", "3")):
-        wrong = launched(tmp_path, "--wrong", options=options)
-        assert wrong.returncode == 1 and "DIFFERENT" in wrong.stdout and not wrong.stderr
-    record = json.loads((out / "on-2" / launches.RECORD).read_text())
-    assert record["command"].endswith("--fused-chunked-ce --seed 2")
-
-
-#: Of a launch -> words of the answer; without dashes: what the folder already holds.
-WRONG = {"--break": "failed with status 1: RuntimeError: no kernel for this GPU"}
-WRONG |= {"--idle": "evaluated no head fused", "precious": "choose another --out"}
-
-
-@pytest.mark.parametrize("flag", WRONG)
-def test_launches_that_go_wrong(tmp_path, flag):
-    if is_there := flag == "precious":
-        (tmp_path / "out" / "off" / flag).mkdir(parents=True)
-    run = launched(tmp_path, flag)
-    assert run.returncode == 2 and WRONG[flag] in run.stderr and len(run.stderr.splitlines()) == 1
-    assert (tmp_path / "out" / "off" / flag).exists() == is_there, "another's folder is left alone"
-
-
-#: torchrun gives each rank a session of its own: killing the launcher's group spares them.
-RANK = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(99)"
-LAUNCHER = f"""
-import subprocess, sys, time
-rank = subprocess.Popen([sys.executable, "-c", {RANK!r}], stdout=subprocess.PIPE, start_new_session=True)
-rank.stdout.readline()
-print(f" iteration {{rank.pid}}/ 9 | lm loss: 1.0 |", flush=True)
-time.sleep(600)
-"""
-
-
-def test_a_launch_that_does_not_end(tmp_path, monkeypatch):
-    """Its ranks are ended with it."""
-    monkeypatch.setattr(launches, "POLL_S", 0.1)
-    told, started = [], launches.start([sys.executable, "-c", LAUNCHER], tmp_path / "run")
-    assert started.finish(3.0, told.append).status == "timed out after 3 s" and len(told) == 1
-    rank = Path(f"/proc/{re.findall('[0-9]+', told[0])[0]}/stat")
-    until = time.monotonic() + 15
-    while is_there := rank.exists() and " Z " not in rank.read_text():
-        if time.monotonic() > until:
-            os.kill(int(rank.parent.name), 9)
-            break
-    assert not is_there, "the rank outlived its launch"
-
-
-RUNNERS = ("", "-m torch.distributed.run", "-m megatron_fused_ce.launch", "-m my.runner --fused-wgrad")
-
-
-@pytest.mark.parametrize("runner", RUNNERS)
-def test_the_flag_and_nothing_else_differs(runner):
-    before = f"torchrun --nproc-per-node 2 {runner}".strip()
-    on_before = before if runner in RUNNERS[2:] else f"{before} -m megatron_fused_ce.launch"
-    given = f"{before} {__file__} --bf16 --fused-ce-strategy grad_in_forward --fused-chunked-ce --lr 1e-3"
-    command = launches.Command.of(given.split())
-    assert command.off() == f"{before} {__file__} --bf16 --lr 1e-3".split()
-    plugin = "--fused-ce-strategy grad_in_forward --fused-chunked-ce"
-    assert command.on() == f"{on_before} {__file__} --bf16 --lr 1e-3 {plugin}".split()
-    native = "--cross-entropy-loss-fusion --cross-entropy-fusion-impl native"
-    assert command.other_stock() == [*command.off(), *native.split()]
-    fused = launches.Command.of(f"{given} {native}".split())
-    assert "--cross-entropy-loss-fusion" not in fused.other_stock()
