@@ -22,7 +22,7 @@ from megatron_fused_ce.head.validation import _check_tensors
 from megatron_fused_ce.ranks.collectives import VocabParallel
 from megatron_fused_ce.rl import token_divergence, token_log_probs
 from tests.support.losses import Focal
-from tests.support.op import EXP_DTYPE
+from tests.support.op import EXP_DTYPE, HAS_EXP
 
 #: Of the rows below.
 E, T, V = (TypeError, ValueError), TypeError, ValueError
@@ -93,6 +93,13 @@ OUTPUTS = {"outputs": ("lse",), "token_weights": ones(2, 6)}
 TERMS = {"terms": {"loss": losses.CrossEntropy()}}
 ROW = {"hidden": trained(3, 4), "weight": trained(3, 4), "labels": ids(3)}
 SEVERAL = {"labels": ids(3, 2)}
+#: Where the GEMM can be had: else the GPU is the reason.
+BY_EXP = [
+    (_by_exp("lse", label_smoothing=0.1, z_loss=1e-4), V, r"the delta of LabelSmoothing \+ ZLoss;"),
+    (_by_exp("entropy", logit_softcap=30.0), V, "make entropy with a gradient beside a softcap;"),
+    (_by_exp("entropy", logit_precision="fp32"), V, "entropy with a gradient of fp32 logits;"),
+    (_by_exp("log_prob", logit_softcap=9.0, z_loss=0.1), V, r"beside CrossEntropy \+ ZLoss beside"),
+]
 LARGE = {"hidden": ones(1, 1), "weight": ones(1, 1).expand(2**24 + 1, 1), "labels": ids(1)}
 
 #: Of each function: arguments that fit, and what takes the place of some of them, the error and its words.
@@ -138,10 +145,7 @@ REFUSED = {
             ({"outputs": ("lse", "lse")}, V, "name each once"),
             ({"outputs": "lse"}, T, r"outputs is the string 'lse'; expected .* \('lse',\)"),
             ({**LARGE, "outputs": ("predicted",), "token_weights": None}, V, "exact below"),
-            (_by_exp("lse", label_smoothing=0.1, z_loss=1e-4), V, r"the delta of LabelSmoothing \+ ZLoss;"),
-            (_by_exp("entropy", logit_softcap=30.0), V, "make entropy with a gradient beside a softcap;"),
-            (_by_exp("entropy", logit_precision="fp32"), V, "entropy with a gradient of fp32 logits;"),
-            (_by_exp("log_prob", logit_softcap=9.0, z_loss=0.1), V, r"beside CrossEntropy \+ ZLoss beside"),
+            *(BY_EXP if HAS_EXP else []),
         ],
     ),
     fused_linear_topk_distillation: (

@@ -1,11 +1,11 @@
 """Triton's interpreter in a third of its time, with a check of overflows that it makes and does not use.
 
 At every call of a kernel or a device function it replaces the functions of ``triton.language`` by its own,
-and sorts all names of five modules and classes to find them. Whenever it needs a data type it writes a
-table of all; each result's shape becomes objects and a name anew, and two equal shapes are compared by such
-objects. It computes by ten operations whether a sum, difference or product of integers overflows, and drops
-the answer unless it is debugged. Here names, types and shapes are worked out once, a device function takes
-what its kernel replaced, and an overflow raises. Another Triton's interpreter stays as it is.
+and sorts all names of five modules and classes to find them. Each result's shape becomes objects and a name
+anew, and two equal shapes are compared by such objects. It computes by ten operations whether a sum,
+difference or product of integers overflows, and drops the answer unless it is debugged. Here names and shapes
+are worked out once, a device function takes what its kernel replaced, and an overflow raises. Another
+Triton's interpreter stays as it is.
 """
 
 from __future__ import annotations
@@ -42,20 +42,6 @@ def _no_overflow(one: Any, other: Any, operation: Any) -> None:
         wide = EXACT[operation.__name__](*(of.handle.data.astype(np.int64) for of in (one, other)))
         fits = (wide >= kind.get_int_min_value()) & (wide <= kind.get_int_max_value())
         assert fits.all(), f"int{kind.int_bitwidth} overflow detected for operation {operation.__name__}"
-
-
-def _np_dtype_by_name(stock: Any) -> Any:
-    by_name: dict[str, Any] = {}
-
-    def np_dtype(dtype: Any) -> Any:
-        scalar = dtype.scalar
-        if scalar.is_ptr():
-            return stock(dtype)
-        if scalar.name not in by_name:
-            by_name[scalar.name] = stock(scalar)
-        return by_name[scalar.name]
-
-    return np_dtype
 
 
 #: By shape and element's name, what a block's type works out; by shape, what a tensor does.
@@ -110,7 +96,6 @@ def _device_function(self: Any, *arguments: Any, **options: Any) -> Any:
 _known = list(inspect.signature(interpreter._patch_builtin).parameters) == ["pkg", "builder", "scope"]
 if _known and os.environ.get("TRITON_INTERPRET") == "1":
     interpreter._patch_builtin = _patch_builtin
-    interpreter._get_np_dtype = _np_dtype_by_name(interpreter._get_np_dtype)
     interpreter.interpreter_semantic.binary_op_sanitize_overflow_impl = _no_overflow
     interpreter.InterpretedFunction.__call__ = _device_function
     tl.block_type.__init__ = _block_type
