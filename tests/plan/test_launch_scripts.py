@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from megatron_fused_ce.plan import command, launch_script
+from megatron_fused_ce.plan.command import setting_of
 from megatron_fused_ce.plan.shell_script import Reader
 from megatron_fused_ce.plan.shell_words import unknowns
-from tests.support import megatron_scripts
+from megatron_fused_ce.scripts.dev.megatron_records import version
 from tests.support.checkouts import on_checkouts
 from tests.support.random_scripts import random_script
 
@@ -24,6 +25,7 @@ CASES = re.findall(
     re.MULTILINE,
 )
 assert len(CASES) >= 40, "the pattern finds them"
+OF_MEGATRON = Path(__file__).with_name("megatron_scripts.txt")
 BESIDE = {
     "model.sh": 'MODEL=(--num-layers "$LAYERS" --hidden-size "${HIDDEN:-64}")\n',
     "launch.sh": "launch() {\n  local script=$1\n  shift\n"
@@ -108,9 +110,11 @@ def test_what_is_taken_as_known_is_what_bash_does(tmp_path):
 
 @on_checkouts
 def test_megatrons_own_scripts_that_plan(checkout):
-    version = megatron_scripts.version(Path(checkout))
-    listed = (line.split("; ") for line in megatron_scripts.LIST.read_text().splitlines()[2:])
-    rows = [row for versions, *row in listed if version in versions.split()]
-    assert rows, f"tests/plan/megatron_scripts.txt has no Megatron {version}"
+    release = version(Path(checkout))
+    listed = (line.split("; ") for line in OF_MEGATRON.read_text().splitlines()[2:])
+    rows = [row for versions, *row in listed if release in versions.split()]
+    assert rows, f"{OF_MEGATRON} has no Megatron {release}"
     for path, added, sizes in rows:
-        assert megatron_scripts.found(Path(checkout) / path, added) == sizes, (path, added)
+        one = setting_of(["--from-launch", f"{checkout}/{path}", *added.split()])
+        found = one.parallel.gpus, one.model.num_layers, one.model.hidden_size, one.training.sequence
+        assert " ".join(map(str, found)) == sizes, (path, added)
