@@ -17,25 +17,6 @@ from tests.support.ranks import Rank, on_ranks
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
-def test_the_side_stream_meets_streams_of_its_own_device():
-    """Before a collective, behind it, and after an error."""
-    device = torch.device("cuda", 1)
-    streams = {device: MagicMock(name="of the tensors"), None: MagicMock(name="of device 0")}
-    with (
-        patch("torch.cuda.Stream") as side,
-        patch("torch.cuda.stream"),
-        patch("torch.cuda.current_stream", lambda of=None: streams[of]),
-    ):
-        stream = collectives._SideStream(device)
-        side.assert_called_once_with(device, priority=-1)
-        stream.start(MagicMock(), (torch.ones(1),)).wait()
-        stream.join()
-    side().wait_stream.assert_called_once_with(streams[device])
-    streams[device].wait_event.assert_called_once_with(side().record_event())
-    streams[device].wait_stream.assert_called_once_with(side())
-    assert not streams[None].mock_calls
-
-
 @on_ranks(2)
 def test_a_group_that_cannot_coalesce(rank: Rank):
     """gloo's: its collectives run one by one, and each is waited for by an event of its own."""

@@ -13,8 +13,6 @@ from megatron_fused_ce.cli.command_line import UsageError
 from megatron_fused_ce.scripts.lib import logs, results, runner
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
 ROW = {**dict.fromkeys(results.ROW), "shape": "llama-3-8b", "variant": "store", "time_ms": 1.5, "T": 64}
 
 
