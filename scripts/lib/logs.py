@@ -20,7 +20,7 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_fused_ce.cli.command_line import UsageError, read_text
+from megatron_fused_ce.cli.command_line import UsageError
 
 GRAD_NORM = "grad norm"
 TAIL_BYTES = 65536
@@ -157,10 +157,10 @@ class Record:
             curve.pop()
         curve.append(point)
 
-    def read(self, text: str) -> bool:
+    def read(self, lines: Iterable[str]) -> bool:
         """One more log, of a later start or another rank; whether it has lines of iterations."""
         self._lines, has_iterations, figures = [], False, self.figures
-        for line in text.splitlines():
+        for line in lines:
             if match := _EXACT.search(line):
                 exact = json.loads(match[1])
                 self._exact[int(exact.pop("iteration"))] = exact
@@ -188,6 +188,13 @@ class Record:
             if _OUT_OF_MEMORY.search(line):
                 figures.status = "out of memory"
         return has_iterations
+
+    def read_file(self, file: Path) -> bool:
+        try:
+            with open(file, errors="replace") as lines:
+                return self.read(lines)
+        except OSError as error:
+            raise UsageError(f"{file}: {error.strerror}") from None
 
     def _iteration(self, last: int, columns: dict[str, str]) -> None:
         if last < self._last:  # forget what an earlier start wrote about this iteration and later ones
@@ -222,7 +229,7 @@ def parse_logs(texts: Iterable[str]) -> Figures:
     """Figures from the logs of a run's ranks (each rank's output apart, so lines are whole)."""
     run = Record("")
     for text in texts:
-        run.read(text)
+        run.read(text.split("\n"))
     losses = {name: [point.value for point in curve] for name, curve in run.curves.items()}
     run.figures.grad_norms = losses.pop(GRAD_NORM, [])
     run.figures.losses, run.figures.skipped = losses, [*run.skipped]
@@ -304,14 +311,7 @@ def read_run(path: Path, name: str) -> Record:
         there = f"event files are in {', '.join(events[:3])}" if events else "nor TensorBoard event files"
         raise UsageError(f"{path} has no *.log files, {there}")
     # Restarts are of one launch.
-    elif (
-        len(
-            of := dict.fromkeys(
-                _launch_of(log) for log in logs if record.read(read_text(log, 2**36, "replace"))
-            )
-        )
-        > 1
-    ):
+    elif len(of := dict.fromkeys(_launch_of(log) for log in logs if record.read_file(log))) > 1:
         several = ", ".join(map(str, [*of][:3]))
         raise UsageError(f"{path} holds logs of several runs ({several}): give one of them")
     if not any(record.curves[name] for name in record.training_losses):

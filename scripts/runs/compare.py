@@ -84,10 +84,11 @@ class Pair(NamedTuple):
         return math.copysign(found, self.other - self.reference)
 
     def apart(self, is_norm: bool = False) -> float:
-        """Other less reference, of norms the log ratio; inf where the relative difference is."""
-        if (found := self.relative()) == math.inf:
+        """Other less reference, of norms the log ratio; inf where the relative difference is; nan where both
+        are the same and not finite."""
+        if (found := self.relative()) == math.inf or (is_norm and not found):
             return found
-        return math.log1p(found) if is_norm else found * abs(self.reference)
+        return math.log(self.other / self.reference) if is_norm else self.other - self.reference
 
 
 #: By name and seed (one pair's is 0): the runs, a curve of theirs, a number of theirs.
@@ -141,8 +142,9 @@ def of_each(
     found = Values()
     for name, seed, run in ((name, seed, run) for name, of in pairs.items() for seed, run in of.items()):
         those = [pair for pair in run if first <= pair.iteration <= last]
-        if those and those[-1].iteration > min(last, run[-1].iteration) - reach:
-            found.setdefault(name, {})[seed] = fold(map(size, those))
+        sizes = [x for pair in those if not math.isnan(x := size(pair))]
+        if sizes and those[-1].iteration > min(last, run[-1].iteration) - reach:
+            found.setdefault(name, {})[seed] = fold(sizes)
     return found
 
 
@@ -239,6 +241,8 @@ class Comparison:
         if without and (self.by_seed or self.judged in without):
             why = f"no run NAME-SEED of {', '.join(without)} is beside {self.reference} of the same seed"
             raise UsageError("; ".join(["nothing to compare", *[why] * self.by_seed, *self.notes[:3]]))
+        if not any(math.isfinite(x) for p in chain(*self.main[self.judged].values()) for x in p[2:4]):
+            raise UsageError("nothing to compare: no loss is finite in either run")
         self.start = min(map(start_of, self.main[self.judged].values()))
         of_pair = [run for name in (self.reference, self.judged) for run in runs[name].values()]
         for curve in self.pairs:
@@ -250,13 +254,7 @@ class Comparison:
 
     def _pair(self, name: str, seed: int, run: Record, beside: Record) -> None:
         """Put each curve of a run beside the reference's; of seeds those of the heads alone."""
-        curves, most = dict[str, list[Pair]](), sys.float_info.max if name in self.noise else math.inf
-        for curve in (curve for curve in beside.curves if curve in run.curves):
-            pairs = pairs_of(beside, run, curve)
-            lost = [p.iteration for p in pairs if not any(map(math.isfinite, (p.reference, p.other)))]
-            if lost and name == self.judged:
-                self.notes.append(f"{curve} is nan in both runs on {len(lost)} lines, from {lost[0]} on")
-            curves[curve] = [p for p in pairs if p.iteration not in lost and p.relative() <= most]
+        curves = {curve: pairs_of(beside, run, curve) for curve in beside.curves if curve in run.curves}
         main = next((loss for loss in beside.training_losses if curves.get(loss)), "")
         if not main:
             ranges = ["{} {} to {}".format(each.name, *each.iterations()) for each in (beside, run)]
@@ -264,6 +262,7 @@ class Comparison:
             why = f"no loss over the same iterations ({', '.join(ranges)})"
             self.notes.append(why + advice * (run.kind != beside.kind))
         for curve, pairs in curves.items() if main else ():
+            pairs = [pair for pair in pairs if name not in self.noise or pair.relative() < math.inf]
             if pairs and (not self.by_seed or curve in (main, GRAD_NORM) or re.match("mtp|.* loss ", curve)):
                 self.pairs.setdefault(curve, {}).setdefault(name, {})[seed] = pairs
         is_judged = name == self.judged and run.kind == beside.kind  # TensorBoard has names of its own
@@ -274,7 +273,9 @@ class Comparison:
 
     def bound(self, times: float, least: float, *values: Values, otherwise: float = math.nan) -> float:
         """So many times the largest noise of these, at the least ``least``; ``otherwise`` without noise."""
-        each = [[x for name in self.noise for x in of.get(name, {}).values()] for of in values]
+        each = [
+            [x for name in self.noise for x in of.get(name, {}).values() if x < math.inf] for of in values
+        ]
         known = [times * root_mean_square(of) for of in each if of]
         return max(least, *known) if known else otherwise
 
@@ -286,6 +287,8 @@ class Comparison:
         """
         pairs, is_norm, twice = self.pairs[curve], curve == GRAD_NORM, losses.YARDSTICK_FACTOR
         mine = [*chain(*pairs[self.judged].values())]
+        if lost := [pair.iteration for pair in mine if math.isnan(pair.apart())]:
+            self.notes.append(f"{curve} is nan in both runs on {len(lost)} lines, from {min(lost)} on")
         worst = max(mine, key=lambda pair: abs(pair.relative()))
         at = f"all (largest at iteration {worst.iteration})" if worst.relative() else "all"
         every, bound = of_each(pairs, Pair.relative, largest), math.inf
@@ -295,13 +298,17 @@ class Comparison:
         if is_validation:
             return
         runs = [run for name in (self.judged, *self.noise) for run in pairs.get(name, {}).values()]
-        known = [(abs(pair.reference), pair.tolerance) for pair in chain(*runs) if pair.reference]
+        known = [
+            (abs(pair.reference), pair.tolerance)
+            for pair in chain(*runs)
+            if 0 < abs(pair.reference) < math.inf
+        ]
         # What printed digits can tell: of losses seven, of norms, as a ratio, those behind the point.
         if is_norm:
             ratios = [tolerance / size for size, tolerance in known]
             digits = max(losses.GRAD_NORM_RESOLUTION, median_low(ratios or [0.0]))
         else:
-            digits = losses.LOSS_RESOLUTION * max((x for x, _ in known if x < math.inf), default=0.0)
+            digits = losses.LOSS_RESOLUTION * max((x for x, _ in known), default=0.0)
         begin, end = (pick(pair.iteration for pair in mine) for pick in (min, max))
         if not is_norm:
             # Means of few seeds can be near 0 by chance; those of the iterations before seldom are, too.

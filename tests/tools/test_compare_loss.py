@@ -157,9 +157,9 @@ VERDICTS = {
     "other skips in the noise too": (0, "SAME", SKIPS, FEWER_SKIPS, trained(skipped=(1, 2, 25)).log()),
     "nan in one": (1, "(largest at iteration 12) differs: +inf", OURS, SICK.log()),
     "nan in both": (0, "lm loss is nan in both runs on 2 lines, from 12 on", SICK.log(), SICK.log()),
-    "nan alone": (
-        2, "nothing to compare; lm loss is nan in both runs on 40 lines, from 1 on",
-        *2 * [re.sub(r"lm loss: \S+", "lm loss: nan", OURS)]),
+    "inf beside nan": (1, "grad norm, first 10 differs: +inf", LINE.format("inf"), LINE.format("nan")),
+    "nan beside a loss that is none": (
+        2, "no loss is finite", *2 * [re.sub(r"lm loss: \S+", "lm loss: nan | z_loss: 1.0", OURS)]),
     # bounds; a first bound of 1 is none
     "fp32": (1, "bound 1.0e-06", FP32 + OURS, FP32 + changed(5, 1e-5).log()),
     "fp32 and bf16": (0, "SAME", FP32 + OURS, BF16 + changed(5, 1e-5).log()),
