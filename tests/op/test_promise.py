@@ -20,7 +20,7 @@ from megatron_fused_ce.head.call import Call
 from megatron_fused_ce.head.promise import ATOL, BROKEN, KEPT, NOT_FINITE, RTOL, Head, fit_scalar
 from megatron_fused_ce.kernels import upstream_kernels
 from megatron_fused_ce.scripts.lib.reference import HeadInputs, make_inputs
-from tests.support.op import EXP_DTYPE, HAS_EXP, captured, open_main_grad, promises, run, same_bits
+from tests.support.op import EXP_DTYPE, HAS_EXP, assert_same_bits, captured, open_main_grad, promises, run
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -190,11 +190,6 @@ def micro_of(device, kind, **options):
     return Micro(device, dtype, main_grad, **options)
 
 
-def assert_same(ones, others):
-    for one, other in zip(ones, others, strict=True):
-        assert same_bits(one, other)
-
-
 OPTIONS = {
     "plain": {},
     "smoothing and z-loss": {"label_smoothing": 0.1, "z_loss": 1e-3},
@@ -231,14 +226,14 @@ def test_gradients_of_any_loss(loss, options, kind, device):
             gradients()
     elif loss in BROKEN_LOSSES:
         with promises(kept=0, remade=1), is_told():
-            assert_same(gradients(), expected)
+            assert_same_bits(gradients(), expected)
         with promises(kept=0, remade=0):  # bf16 and fp16: the strategy that was taken rounds elsewhere
             assert_near(gradients(), 1e-6 if kind == "fp32" else 2e-2)
     elif loss in OVERFLOWS:
         assert not all(torch.isfinite(one).all() for one in expected), "the case tests nothing"
         for _ in range(2):
             with promises(kept=0, remade=1), warnings.catch_warnings(action="error"):
-                assert_same(gradients(), expected)
+                assert_same_bits(gradients(), expected)
         with promises(kept=1):
             gradients(of=promised)
     else:
@@ -257,7 +252,7 @@ def test_a_broken_promise_of_the_scaled_exp_gemm(options, device):
         config = FusedCEConfig(strategy, num_chunks=2, logits_backend="scaled_exp", **OPTIONS[options])
         with promises(0, int(strategy == "grad_in_forward")), warnings.catch_warnings(action="ignore"):
             made.append(run(inputs, config, token_weights=inputs.grad_loss.square()))
-    assert_same(*made)
+    assert_same_bits(*made)
 
 
 @pytest.mark.parametrize("wanted", ["hidden", "weight"])
@@ -320,7 +315,7 @@ def test_a_checkpoint_whose_first_backward_breaks_the_promise(way, reentrant, de
     expected = gradients("recompute")
     with warnings.catch_warnings(action="ignore"):
         made = gradients("grad_in_forward")
-    assert_same([one for one in made if one is not None], [one for one in expected if one is not None])
+    assert_same_bits([one for one in made if one is not None], [one for one in expected if one is not None])
 
 
 @pytest.mark.parametrize("logits_backend", ["auto", "gemm_rows"])

@@ -32,17 +32,12 @@ from megatron_fused_ce.planner import choose as planner
 from megatron_fused_ce.ranks import agreement
 from megatron_fused_ce.rl import token_log_probs
 from megatron_fused_ce.scripts.lib.reference import make_inputs, make_teacher, relative_error
-from tests.support.op import STRATEGIES, at_odd_offset, leaves, run, same_bits
+from tests.support.op import STRATEGIES, assert_same_bits, at_odd_offset, leaves, run
 
 PACKAGE = Path(megatron_fused_ce.__file__).parent
 ROOMS = ("distillation", "head", "logits", "losses", "ops", "ranks")
 MAKES_FLOATS = {f"torch.{name}" for name in ("empty", "eye", "linspace", "ones", "rand", "randn", "zeros")}
 SIZES = {"s": 6, "b": 2, "hidden_size": 16, "vocab": 24}
-
-
-def assert_same_bits(made, expected):
-    for one, right in zip(made, expected, strict=True):
-        assert one.dtype == right.dtype and same_bits(one, right)
 
 
 def problem(device, dtype=torch.float32, **sizes):

@@ -7,7 +7,7 @@ import functools
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -89,6 +89,11 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     """NaN too is equal to itself."""
     of_a, of_b = (x.detach().contiguous().view(-1).view(torch.uint8) for x in (a, b))
     return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(of_a, of_b)
+
+
+def assert_same_bits(made: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
+    for one, right in zip(made, expected, strict=True):
+        assert same_bits(one, right)
 
 
 def at_odd_offset(tensor: Tensor) -> Tensor:
