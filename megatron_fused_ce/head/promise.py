@@ -128,15 +128,7 @@ def fit_scalar(grad_loss: Tensor, token_weights: Tensor) -> tuple[Tensor, Tensor
         ``c``, fp32 [], and int64 []: :data:`KEPT` if it fits. :data:`NOT_FINITE` if an upstream gradient is
         inf or NaN, or ``c`` is so in fp32 (``c`` is then NaN). Else, also if a weight is inf or NaN,
         :data:`BROKEN`. Upstream gradients below 2**-126, which fp32 rounds coarsely or to 0, always fit.
-
-    Raises:
-        ValueError: the shapes differ.
     """
-    if grad_loss.shape != token_weights.shape:
-        raise ValueError(
-            f"grad_loss has shape {tuple(grad_loss.shape)} and token_weights "
-            f"{tuple(token_weights.shape)}; expected one weight for each token's gradient"
-        )
     if grad_loss.is_cuda and grad_loss.dtype == token_weights.dtype == torch.float32:
         from megatron_fused_ce.kernels import upstream_kernels
 

@@ -166,6 +166,7 @@ def capture(*arguments):
     """ModelOpt's, which keeps a teacher's logits."""
 
 
+DISTILLATION = types.SimpleNamespace(teacher_output_capture_fwd_hook=capture)
 SHARDED = torch.zeros(6, 4)
 SHARDED.placements = ()
 JOINED = {"fused_ce_joined": True}
@@ -190,8 +191,7 @@ AT_CALL = [
 @pytest.mark.parametrize(("change", "words"), AT_CALL)
 def test_each_reason_at_a_call(change, words, monkeypatch):
     """As the head's call sees it from Megatron's model code."""
-    distillation = types.SimpleNamespace(teacher_output_capture_fwd_hook=capture)
-    monkeypatch.setitem(sys.modules, "modelopt.torch.distill.distillation_model", distillation)
+    monkeypatch.setitem(sys.modules, "modelopt.torch.distill.distillation_model", DISTILLATION)
     of_call = {"hooks": [], "hidden": (2, 1, 4), "weight": torch.zeros(6, 4), **change}
     hooks, hidden, weight = (of_call.pop(name) for name in ("hooks", "hidden", "weight"))
     model = GPTModel(adopted=True)
@@ -234,7 +234,12 @@ def test_the_heads_of_multi_token_prediction(monkeypatch):
     assert "the loss of this call is" in own(head, not_megatrons)
 
 
-def test_what_log_probs_alone_refuse():
+def test_what_log_probs_alone_refuse(monkeypatch):
+    monkeypatch.setitem(sys.modules, "modelopt.torch.distill.distillation_model", DISTILLATION)
+    layer = GPTModel().output_layer
+    layer.register_forward_hook(capture)  # no head is joined
+    with pytest.raises(ValueError, match="may read or change the logits"):
+        stock_path.refuse_processor(layer, adopted=False)
     stock_path.refuse_log_probs(FusedCEConfig(logit_scale=0.5, skip_masked=True))
     for options in ({"label_smoothing": 0.1}, {"logit_softcap": 30.0}, {"ignore_index": -100}):
         with pytest.raises(ValueError, match=f"{next(iter(options))}: the caller's log-probabilities"):

@@ -214,23 +214,24 @@ def test_confident_rows_with_options(kind, backend, options, device):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(
-    ("kind", "values", "temperature", "label_weights"),
+    ("kind", "values", "temperature", "label_weights", "scale"),
     [
-        ("forward_kl", "plain", 20.0, 20.0),
-        ("forward_kl", "plain", 4.0, 8.0),
-        ("reverse_kl", "both wide", 1.0, None),
-        ("reverse_kl", "plain", 1.0, 50.0),
+        ("forward_kl", "plain", 20.0, 20.0, 1.0),
+        ("forward_kl", "plain", 1.0, 400.0, 512.0),
+        ("reverse_kl", "both wide", 1.0, None, 1.0),
+        ("reverse_kl", "plain", 1.0, 50.0, 1.0),
     ],
 )
-def test_fp16_gradients_stay_finite(kind, values, temperature, label_weights, strategy, device):
+def test_fp16_gradients_stay_finite(kind, values, temperature, label_weights, scale, strategy, device):
     """Rows whose gradient is hundreds of times its upstream, times weights of up to 15."""
     problem = make_problem(
-        values, dtype=torch.float16, device=device, kind=kind, temperature=temperature,
+        values, dtype=torch.float16, device=device, kind=kind, temperature=temperature, logit_scale=scale,
         with_labels=label_weights is not None, label_weights=label_weights,
     )  # fmt: skip
     problem.weight[:, 0] = -15.0
     problem.weight[problem.labels.unique(), 0] = 15.0
     problem.hidden[..., 0] = 0.01
+    problem.grad_loss.div_(scale)
     assert_right(problem, run(problem, strategy))
 
 

@@ -14,7 +14,6 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megatron_fused_ce import FusedCEConfig
-from megatron_fused_ce.head import promise
 from megatron_fused_ce.head.autograd import linear_cross_entropy
 from megatron_fused_ce.head.call import Call
 from megatron_fused_ce.head.promise import ATOL, BROKEN, KEPT, NOT_FINITE, RTOL, Head, fit_scalar
@@ -52,8 +51,6 @@ def in_megatrons_order(weights, loss_scale):
 #: Upstream gradient, token weights, what comes of them, and the scalar if it is known.
 FITS = {
     "the weights": (MASK, MASK, KEPT, 1.0),
-    "many times": (MASK * (65536 * 0.77), MASK, KEPT, 65536 * 0.77),
-    "few times": (MASK * 1e-30, MASK, KEPT, 1e-30),
     "negative": (FRACTIONS * -3.0, FRACTIONS, KEPT, -3.0),
     "a third": (torch.tensor([1.0, -1, 2, -2]) / 3, torch.tensor([1.0, -1, 2, -2]), KEPT, 1 / 3),
     "weights in bf16": (FRACTIONS.bfloat16().float() * 0.1, FRACTIONS.bfloat16(), KEPT, 0.1),
@@ -98,11 +95,6 @@ def test_what_fits(name, by, device):
         torch.testing.assert_close(scale.cpu(), expected_scale, rtol=2.0**-22, atol=0, equal_nan=True)
     assert found == expected and scale.dtype == torch.float32 and scale.shape == ()
     assert c is None or float(scale) == pytest.approx(c, rel=2e-7, abs=0, nan_ok=True)
-
-
-def test_shapes_must_agree():
-    with pytest.raises(ValueError, match=r"\(4, 1\) and token_weights \(4,\)"):
-        fit_scalar(torch.ones(4, 1), torch.ones(4))
 
 
 # --- a head whose promise is kept or broken -------------------------------------------------------
@@ -348,10 +340,6 @@ def test_the_scalar_keeps_its_digits(device, logits_backend, dtype, c):
 
 
 # --- CUDA graphs and streams -----------------------------------------------------------------------
-
-
-def test_the_assertions_fit_into_torchs_limit():
-    assert max(len(promise._ASSERTION), len(promise._ASSERTION_OF_SKIPPED)) < 255
 
 
 @on_gpu

@@ -108,6 +108,19 @@ def test_four_ranks(rank: Rank, case):
 
 
 @on_ranks(2)
+def test_fp16_bounds_of_their_own_tokens(rank: Rank):
+    """Three tokens' gradients are 3000 times their upstream gradients; other tokens have none."""
+    problem = make_problem(
+        s=24, vocab=97, dtype=torch.float16, with_labels=True, label_weights="per token", device=rank.device
+    )
+    heavy = torch.arange(24, device=rank.device) == 12
+    problem.options["label_weights"].copy_(3000.0 * heavy)
+    problem.grad_loss.mul_(heavy)
+    config = replace(problem.config, strategy="store", chunk_tokens=20)
+    assert_right(problem, over_ranks(rank, problem, config, sp=True))
+
+
+@on_ranks(2)
 @pytest.mark.parametrize(
     ("kind", "strategy"), [("forward_kl", "recompute"), ("reverse_kl", "store"), ("jsd", "grad_in_forward")]
 )

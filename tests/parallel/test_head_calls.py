@@ -5,6 +5,8 @@ outputs, ranks that disagree, collectives that end late.
 from __future__ import annotations
 
 import math
+from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from megatron_fused_ce import (
     fused_linear_cross_entropy,
     fused_linear_token_outputs,
 )
+from megatron_fused_ce.head import tokens
 from megatron_fused_ce.losses.outputs import OUTPUTS
 from megatron_fused_ce.scripts.lib import reference
 from megatron_fused_ce.scripts.lib.reference import make_inputs, plain_head, relative_error
@@ -91,26 +94,35 @@ def test_an_outlier_in_one_shard(rank: Rank, strategy, sp):
 
 @on_ranks(2)
 @STRATEGY_SP
-@pytest.mark.parametrize("where", ["hidden", "weight"])
+@pytest.mark.parametrize("where", ["hidden", "weight", "upstream"])
 def test_nan_of_one_token(rank: Rank, where, strategy, sp):
-    """Its loss is NaN on every rank, and every other token's, and its gradient, is as without."""
+    """Its loss is NaN on every rank, or, where its upstream gradient is NaN and it is left out, its gradient;
+    every other token's are as without."""
     inputs = plain_inputs(rank, vocab=100)
     at = (2, 13)  # [b, s]
     inputs.weight[99, 3] = 1e38
     inputs.hidden[..., 3] = 0.0
-    config = FusedCEConfig(strategy=strategy, num_chunks=3)
-    clean = fused_result(rank, inputs, config, sp)
+    inputs.grad_loss[2, 1::12] *= where != "upstream"  # a token of each part
+    config = FusedCEConfig(strategy=strategy, num_chunks=3, skip_masked=where == "upstream")
+    weights = inputs.grad_loss / -3.0
+    result = partial(run, inputs, config, rank, sp, "equal", token_weights=weights)
+    result = patch.object(tokens, "ROUND_TO", 1)(result)
+    clean = result()
     if where == "hidden":
         inputs.hidden[at[1], at[0], 5] = torch.nan
-    else:
+    elif where == "weight":
         inputs.hidden[at[1], at[0], 3] = 1e10  # inf in the last shard's logits, NaN in the sum
-    broken = fused_result(rank, inputs, config, sp)
+    else:
+        inputs.grad_loss[at] = torch.nan
+    broken = result()
     others = torch.ones(3, 24, dtype=torch.bool)
     others[at] = False
-    assert torch.equal(broken.loss.isnan(), ~others.to(rank.device))
+    spoilt = broken.grad_hidden[..., 0].t() if where == "upstream" else broken.loss
+    assert torch.equal(spoilt.isnan(), ~others.to(rank.device))
     assert torch.equal(broken.loss[others], clean.loss[others])
-    # In fp32 the sums over the vocabulary are per token; grad_in_forward's scale is the whole call's.
-    assert torch.equal(broken.grad_hidden[others.t()], clean.grad_hidden[others.t()])
+    # In fp32 the sums over the vocabulary are per token; grad_in_forward makes its gradients again.
+    ours, right = (of.grad_hidden[others.t()] for of in (broken, clean))
+    assert relative_error(ours, right) <= 1e-6 * (where == "upstream")
 
 
 # --- what is asked for -----------------------------------------------------------------------
