@@ -217,8 +217,10 @@ class Comparison:
         for name, seed, run in found:
             if (end := run.iterations()[1]) < last:
                 notes.append(f"left out: {run.name} ends at iteration {end}")
+            elif seed in runs.setdefault(name, {}):
+                notes.append(f"left out: {run.name}, one more of its name and seed")
             else:
-                runs.setdefault(name, {})[seed] = run
+                runs[name][seed] = run
         return self.of(runs, notes)
 
     def of(self, runs: Runs, notes: Iterable[str] = ()) -> Comparison:
@@ -261,6 +263,8 @@ class Comparison:
             advice = "; beside a log TensorBoard needs --tensorboard-log-interval 1"
             why = f"no loss over the same iterations ({', '.join(ranges)})"
             self.notes.append(why + advice * (run.kind != beside.kind))
+        elif alone := [curve for curve, pairs in curves.items() if not pairs]:
+            self.notes.append(f"{run.name}: not compared, no iteration in common: {', '.join(alone)}")
         for curve, pairs in curves.items() if main else ():
             pairs = [pair for pair in pairs if name not in self.noise or pair.relative() < math.inf]
             if pairs and (not self.by_seed or curve in (main, GRAD_NORM) or re.match("mtp|.* loss ", curve)):
@@ -532,16 +536,14 @@ def main(words: list[str]) -> int:
     add, bound = parser.add_argument, cli.number()
     add("runs", nargs="*", metavar="RUN", help="the reference, and the other run")
     add("--out", type=Path, default=Path("build/compare_loss"))
-    same = "others that are the same as the reference"
-    add("--against-noise", nargs="+", default=[], metavar="RUN", help=same)
+    add("--against-noise", nargs="+", default=[], metavar="RUN", help="the reference in other rounding")
     add("--first", type=cli.whole(), default=10, metavar="N", help="how many iterations are the first [10]")
     add("--first-bound", type=bound, metavar="X", help="losses, relative [5e-4; fp32 1e-6]")
     add("--first-grad-norm-bound", type=bound, metavar="X", help="ratio - 1 [2e-2; fp32 1e-5]")
     add("--paired", type=Path, metavar="RUNS", help="pair RUNS/NAME-SEED by seed; runs are given as names")
     add("--launch", action="store_true", help="run the command after --, flag off and on")
     add("--noise", action="store_true", help="and once more with Megatron's native loss, as noise")
-    each = "three runs, with noise, of each seed; pair them"
-    add("--seeds", type=cli.whole(), nargs="+", metavar="N", help=each)
+    add("--seeds", type=cli.whole(), nargs="+", metavar="N", help="three runs of each, with noise, paired")
     add("--timeout", type=cli.seconds, default=cli.NO_LIMIT, metavar="S", help="of one launch")
     given = parser.parse_args(own)
     from rich.console import Console

@@ -179,7 +179,6 @@ AT_CALL = [
     ({"hooks": [capture], **JOINED}, ""),
     ({"hooks": [capture, hook], **JOINED}, "may read or change the logits"),
     ({"weight": SHARDED}, ""),
-    ({"weight": SHARDED, **JOINED}, ""),
     ({"weight": SHARDED, "hooks": [capture], **JOINED}, "FSDP frees weights"),
     ({"sequence_parallel": True}, "sequence parallelism off"),
     ({"hidden": (2, 4)}, "2 dimensions"),

@@ -51,8 +51,6 @@ def in_megatrons_order(weights, loss_scale):
 #: Upstream gradient, token weights, what comes of them, and the scalar if it is known.
 FITS = {
     "the weights": (MASK, MASK, KEPT, 1.0),
-    "negative": (FRACTIONS * -3.0, FRACTIONS, KEPT, -3.0),
-    "a third": (torch.tensor([1.0, -1, 2, -2]) / 3, torch.tensor([1.0, -1, 2, -2]), KEPT, 1 / 3),
     "weights in bf16": (FRACTIONS.bfloat16().float() * 0.1, FRACTIONS.bfloat16(), KEPT, 0.1),
     "Megatron's": (in_megatrons_order(MASK, 2.0**32), MASK, KEPT, None),
     "Megatron's, of fractions": (in_megatrons_order(FRACTIONS, 2.0**-14 / 3), FRACTIONS, KEPT, None),

@@ -179,6 +179,9 @@ VERDICTS = {
     "a validation": (
         1, "validation, first 10 differs: +2.5e-03", RUN.log(begin=9) + EVALUATION.format(9, 4),
         OURS + EVALUATION.format(9, 4.01)),
+    "validations of other iterations": (
+        0, "b: not compared, no iteration in common: lm loss validation",
+        *(OURS + EVALUATION.format(at, 4) for at in (20, 30))),
     # what is compared
     "a late start": (
         1, "lm loss, first 10 differs: +1.0e-02, bound 5.0e-04", OURS, changed(21).log(begin=11)),
@@ -298,7 +301,6 @@ SEEDS = {
     "100 skipped steps": ("skipped steps, lines", one(lambda s, x: None if 100 <= s < 200 else x)),
     "validation": ("lm loss validation, all", one(validation=9)),
     "no norms": ("only unfused-2.log logs grad norm", one(words=NO_NORMS)),
-    "no validation": ("only unfused-2.log logs lm loss validation", one(validation=0)),
     # By which rule.
     "to one side": ("lm loss, last 100", one(lambda s, x: x + 0.12, "flag")),
     "this way and that": (
@@ -323,6 +325,7 @@ SEEDS = {
     "two seeds": ("; seeds 1, 2", {"flag-3": None}, "INCONCLUSIVE"),
     "one ended early": (
         "left out: late-1.log ends at iteration 120", {"late-1": {"name": "te", "stop_after": 120}}, "SAME"),
+    "two of one seed": ("left out: flag-1.log, one more of its name and seed", {"flag-01": {}}, "SAME"),
     "an empty log": ("te-4.log has no iteration with a loss", {"te-4": ""}, "SAME"),
     "lines of twenty iterations": (
         "--log-interval 1 would tell more",
