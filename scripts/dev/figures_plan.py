@@ -251,8 +251,8 @@ TRAININGS = (
 )
 MEASURED = (
     "| [RL](docs/rl/index.md) | yes | at most "
-    "[0.70](docs/benchmarks/results/2026-11-26-h100-80gb-hbm3-rl-peers.md) of verl's time, "
-    "but 2.0 GiB, not 0.25 |",
+    "[0.70](docs/benchmarks/results/2026-11-26-h100-80gb-hbm3-rl-peers.md) of verl's time; "
+    "2.0 GiB, verl's 0.25 |",
     "| [distillation](docs/distillation.md) | yes | "
     "[2.95 GiB](docs/benchmarks/results/2026-11-26-h100-80gb-hbm3-distill-peers.md), "
     "a tenth of eager ModelOpt's |",
@@ -272,8 +272,8 @@ def trainings() -> str:
         word = next(word for least, word in WORDS.items() if saved >= least)
         rows.append(f"| {label} | {word} | {f'−{saved:.0%}' if saved >= 0.005 else 'nothing'} |")
     plan_of_one, _ = printed("--model llama-3.2-1b --seq-length 32768").split("\n\n", 1)
-    asked = "\nAsk about your launch ([by log or script](docs/plan.md)), without recomputation on 80 GB:\n"
-    head = ["| you train | help? | for instance |", "|---|---|---|"]
+    asked = "\nAsk about your launch ([by log or script](docs/plan.md); here on 80 GB without recomputation):\n"
+    head = ["| you train | help? | by how much |", "|---|---|---|"]
     return "\n".join([*head, *rows, *MEASURED, asked, plan_of_one, "```", ""])
 
 
