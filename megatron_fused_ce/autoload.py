@@ -20,11 +20,6 @@ from pathlib import Path
 NAME = "megatron_fused_ce_autoload"
 
 
-def path() -> Path:
-    """Path of the file with that line; the module lies beside it."""
-    return Path(sysconfig.get_paths()["purelib"]) / f"{NAME}.pth"
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m megatron_fused_ce autoload",
@@ -33,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("action", choices=("install", "status", "remove"))
     action = parser.parse_args(argv).action
-    file = path()
+    file = Path(sysconfig.get_paths()["purelib"]) / f"{NAME}.pth"
     module = file.with_suffix(".py")
     was_there = file.is_file()
     try:

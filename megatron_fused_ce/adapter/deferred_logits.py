@@ -431,7 +431,6 @@ def _forward_operator(name: str) -> None:
     def operator(self: DeferredLogits, *args: Any) -> Any:
         return getattr(self.materialise(), name)(*real(args))
 
-    operator.__name__ = name
     setattr(DeferredLogits, name, operator)
 
 

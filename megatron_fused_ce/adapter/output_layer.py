@@ -13,7 +13,7 @@ import torch
 from megatron.core.tensor_parallel import layers
 from torch import Tensor
 
-from megatron_fused_ce.adapter import caller, forms, report, stock_path
+from megatron_fused_ce.adapter import caller, forms, say, stock_path
 from megatron_fused_ce.adapter.deferred_logits import DeferredLogits
 from megatron_fused_ce.adapter.forms import name_of
 from megatron_fused_ce.adapter.layer_call import LayerCall
@@ -73,7 +73,7 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
             reason = f"the caller passes {', '.join(kwargs)}, which this package does not know"
         if reason:
             counters().stock += 1
-            report.stock_path_once(self, reason)
+            say.once(self.tp_group, f"a call of the head takes Megatron's own path: {reason}")
             if output_cross_entropy_loss:
                 kwargs |= {"output_cross_entropy_loss": True, "labels": labels}
             made = super().__call__(

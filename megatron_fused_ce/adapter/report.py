@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fused_ce.adapter import say
+from megatron_fused_ce.adapter import forms, say
 from megatron_fused_ce.adapter.switch import counters
 from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.head import promise
@@ -47,18 +47,12 @@ def _group(model: Any) -> Any:
     return getattr(model.output_layer, "tp_group", None)
 
 
-def stock_path_once(layer: Any, reason: str) -> None:
-    """Log, once, that some calls of a fused head take the stock path."""
-    say.once(layer.tp_group, f"a call of the head takes Megatron's own path: {reason}")
-
-
 def adopted(model: Any, megatron_args: Any) -> None:
     """Log that a head is fused, by which strategy, and what of the launch has no effect on it."""
     layer, config = model.output_layer, model.config
     strategy = layer.fused_ce_config.strategy
     words = f"on: the head of {type(model).__name__}, strategy {strategy}"
-    if getattr(config, "cross_entropy_loss_fusion", False):
-        impl = getattr(config, "cross_entropy_fusion_impl", "native")
+    if impl := forms.kind_of(config):
         words += f"; --cross-entropy-fusion-impl {impl} has no effect on it"
     say.once(layer.tp_group, words)
     _tell_totals(layer.tp_group)

@@ -3,7 +3,6 @@ groups, in the last pipeline stage."""
 
 from __future__ import annotations
 
-import sys
 import textwrap
 from typing import Any
 
@@ -18,7 +17,7 @@ def line(text: str) -> None:
     """Print ``text`` broken at 80 columns; the prefix is on every line."""
     width = 80 - len(PREFIX) - 1
     lines = textwrap.wrap(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-    print("\n".join(f"{PREFIX} {part}" for part in lines), file=sys.stdout, flush=True)
+    print("\n".join(f"{PREFIX} {part}" for part in lines), flush=True)
 
 
 def speaks(tp_group: Any) -> bool:

@@ -48,8 +48,8 @@ class _Call(NamedTuple):
     labels: Any
     loss_mask: Any
     unmasked: HostCopy | None
-    version: int = 0  # of the mask, when its unmasked tokens were counted
-    generates: bool = False  # an inference context is given
+    version: int  # of the mask, when its unmasked tokens were counted
+    generates: bool  # an inference context is given
 
 
 class _Calls(threading.local):

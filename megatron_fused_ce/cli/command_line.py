@@ -106,16 +106,16 @@ def whole(least: int = 1, most: int = BILLION) -> Callable[[str], int]:
     return parse
 
 
-def number(least: float = 0.0, most: float = BILLION, *, above: bool = False) -> Callable[[str], float]:
-    """Type of an argument: a finite number from ``least`` (``above``: greater than it) to ``most``."""
+def number(most: float = BILLION, *, above: bool = False) -> Callable[[str], float]:
+    """Type of an argument: a finite number from 0 (``above``: greater than it) to ``most``."""
 
     def parse(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
             value = math.nan
-        if not (least < value if above else least <= value) or not value <= most:
-            words = f"above {least:g}" if above else f"of {least:g} or more"
+        if not (value > 0 if above else value >= 0) or not value <= most:
+            words = "above 0" if above else "of 0 or more"
             raise argparse.ArgumentTypeError(
                 f"expected a number {words}, at most {most:g}, got {text[:40]!r}"
             )
@@ -189,10 +189,10 @@ def num_gpus() -> int:
     return count.value
 
 
-def require_gpus(count: int = 1, otherwise: str = "") -> None:
+def require_gpus(otherwise: str, count: int = 1) -> None:
     """Raise UsageError, with the advice ``otherwise``, if there are fewer GPUs."""
     found = num_gpus()
     if found < count:
         needed = "a GPU" if count == 1 else f"{count} GPUs"
         here = "there is none" if not found else f"here are {found}"
-        raise UsageError(f"needs {needed}, {here}{f': {otherwise}' if otherwise else ''}")
+        raise UsageError(f"needs {needed}, {here}: {otherwise}")

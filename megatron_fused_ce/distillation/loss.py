@@ -128,8 +128,6 @@ def fused_linear_distillation(
             tokens = (hidden.shape[0] * parts, *hidden.shape[1:-1])
             none = -2 if getattr(config, "ignore_index", None) == -1 else -1
             labels = torch.full(tokens[::-1], none, dtype=torch.int64, device=hidden.device)
-        elif isinstance(hidden, Tensor):
-            wrong = ValueError(f"hidden has shape {tuple(hidden.shape)}; expected [s, b, H] or [T, H]")
     if isinstance(label_weights, (int, float)):
         label_weights = float(label_weights)
     elif label_weights is not None and not isinstance(label_weights, Tensor):

@@ -118,7 +118,6 @@ def terms_of(
 def put_label_logits(logits: Tensor, targets: Targets, logit_scale: float, stats: RowStatistics) -> None:
     """Write the labels' logits into their columns, where the scaled-exp GEMM leaves -inf."""
     _, _, _, of_label = stats.shard
-    assert targets.labels is not None
     columns = targets.labels.clamp(0, logits.shape[1] - 1).unsqueeze(-1)
     raw = torch.where(of_label == NOT_HERE, logits.gather(-1, columns).squeeze(-1), of_label / logit_scale)
     logits.scatter_(-1, columns, raw.unsqueeze(-1).to(logits.dtype))

@@ -285,9 +285,8 @@ def backward(
     grad_hidden = None
     if with_hidden:
         grad_hidden = GradHidden(tokens, comm, weight, inv_scale, depth=2 if at_once else 1)
-    ring = out = Ring(tokens, weight, len(weight), dtype=logits.logits_dtype)  # of P, and of G
-    if logits.logits_dtype is not None:
-        out = Ring(tokens, weight, len(weight))
+    ring = Ring(tokens, weight, len(weight), dtype=logits.logits_dtype)  # of P
+    out = ring if logits.logits_dtype is None else Ring(tokens, weight, len(weight))  # of G
     for chunk, kept in zip(chunks, reversed(saved.chunks), strict=True):
         x = None
         if not at_once:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import replace
-from functools import lru_cache
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -291,7 +290,6 @@ _DEVICES = ("cpu", "Hopper", "other GPU")
 _NO_FACTS = {"device": 0, "wgrad_accumulator": 0, "without_scaled_exp": 0}
 
 
-@lru_cache(maxsize=16)
 def device_in_plans(device: torch.device) -> str:
     """Name of a device for :attr:`.PlanInputs.device`, one of three."""
     if device.type != "cuda":

@@ -93,8 +93,7 @@ def inv_temperature_of(temperature: float | Tensor, labels: Tensor, comm: VocabP
 def columns_of(ids: Tensor, comm: VocabParallel, vocab_start: int, config: FusedCEConfig) -> Tensor:
     """Columns of this shard for global ids. Ids in the masked padding get -1, on every shard."""
     # Rank 0 of several subtracts its 0, too: all ranks run the same operators.
-    whole = comm.size == 1 and vocab_start == 0
-    local = ids.contiguous() if whole else ids - vocab_start
+    local = ids.contiguous() if comm.size == 1 else ids - vocab_start
     if config.true_vocab_size is not None:
         local = local.masked_fill(ids >= config.true_vocab_size, -1)
     return local

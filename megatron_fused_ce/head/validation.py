@@ -92,6 +92,8 @@ def _check_tensors(call: Call, comm: VocabParallel) -> None:
             f"weight has dtype {weight.dtype} and hidden {hidden.dtype}; expected one dtype: "
             "cast one of them, or run under torch.autocast"
         )
+    if hidden.dim() not in (2, 3):
+        raise ValueError(f"hidden has shape {tuple(hidden.shape)}; expected [s, b, H] or [T, H]")
     if labels.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"labels have dtype {labels.dtype}; expected int64 (or int32) token ids")
     if weight.dim() != 2 or weight.shape[0] < 1 or weight.shape[1] < 1:
@@ -99,8 +101,6 @@ def _check_tensors(call: Call, comm: VocabParallel) -> None:
             f"weight has shape {tuple(weight.shape)}; expected [V, H], this rank's vocabulary rows, "
             "with at least one row"
         )
-    if hidden.dim() not in (2, 3):
-        raise ValueError(f"hidden has shape {tuple(hidden.shape)}; expected [s, b, H] or [T, H]")
     if hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"hidden has H = {hidden.shape[-1]} and weight H = {weight.shape[1]}; "

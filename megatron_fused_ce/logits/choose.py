@@ -112,10 +112,14 @@ def why_not_here(config: FusedCEConfig, tokens: Tensor, weight: Tensor) -> str:
         return missing
     if not interpreted:
         capability = torch.cuda.get_device_capability(tokens.device)
+        sm = f"sm_{capability[0]}{capability[1]}"
         if capability < (9, 0):
-            return f"its TMA loads need Hopper or newer, this is sm_{capability[0]}{capability[1]}"
+            return f"its TMA loads need Hopper or newer, this is {sm}"
         if config.logits_backend == "auto" and capability != MEASURED:
-            return not_measured(capability)
+            return (
+                f"it was never run on {sm}; FusedCEConfig(logits_backend='scaled_exp') tries it: please "
+                "report ms per step and losses with and without that, the GPU and triton's version"
+            )
     rows, columns = weight.shape
     for name, letter, length in (("hidden", "H", columns), ("logits", "V", rows)):
         if length * weight.element_size() % 16:
@@ -126,14 +130,6 @@ def why_not_here(config: FusedCEConfig, tokens: Tensor, weight: Tensor) -> str:
     if compiles and gemm_variants.gemm_for(tokens.device) is None:
         return gemm_variants.compiled(tokens.device)[1]
     return ""
-
-
-def not_measured(capability: tuple[int, int]) -> str:
-    """Why ``auto`` leaves ``scaled_exp`` on a GPU where nobody ran it, and what a user can do."""
-    return (
-        f"it was never run on sm_{capability[0]}{capability[1]}; FusedCEConfig(logits_backend='scaled_exp') "
-        "tries it: please report ms per step and losses with and without that, the GPU and triton's version"
-    )
 
 
 def must_copy(logits: LogitsBackend, hidden: Tensor, weight: Tensor) -> tuple[bool, bool]:

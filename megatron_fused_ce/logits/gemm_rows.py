@@ -37,19 +37,21 @@ class GemmThenRows(LogitsBackend):
     def logits_gemm(
         self, hidden: Tensor, weight: Tensor, targets: Targets, sample: None, out: Tensor | None
     ) -> Scores:
-        assert out is not None and targets.labels is not None
+        """Collectives: those of :meth:`label_of`, behind the GEMM."""
+        assert out is not None
         with phase("logits"):
             write_logits(hidden, weight, out)
         with phase("statistics"):
+            label, beside = self.label_of(out, targets)
+            scale, form = self.logit_scale, self.outputs
             stats = self.rows.row_statistics(
-                out,
-                targets.labels,
-                self.logit_scale,
-                self.outputs.with_argmax,
-                self.outputs,
-                targets.inv_temperature,
+                out, label, scale, form.with_argmax, form, targets.inv_temperature
             )
-            return Scores(stats)
+            return Scores(stats, beside=beside)
+
+    def label_of(self, logits: Tensor, targets: Targets) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The label ``[C]`` that the statistics leave out of their sums, and what is merged beside them."""
+        return targets.labels, ()
 
     def grad_from_saved(
         self, saved: SavedChunk, targets: Targets, upstream: Upstream, out: Tensor | None

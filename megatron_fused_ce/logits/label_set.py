@@ -25,11 +25,10 @@ from torch import Tensor
 
 from megatron_fused_ce.kernels.records import NOT_HERE, Merged
 from megatron_fused_ce.logits import LogitsGrad, OrderedTargets, SavedChunk, Scores, Targets, rows_torch
-from megatron_fused_ce.logits.gemm_rows import GemmThenRows, write_logits
+from megatron_fused_ce.logits.gemm_rows import GemmThenRows
 from megatron_fused_ce.losses.statistics import EMPTY, NO_COLUMN, Upstream
 from megatron_fused_ce.losses.terms import Rows
 from megatron_fused_ce.planner.chunks import Chunk
-from megatron_fused_ce.ranks.phases import phase
 
 #: In place of a label's logit of -inf, which stands for a label that no shard has.
 LOWEST_FINITE = torch.finfo(torch.float32).min
@@ -66,21 +65,6 @@ def _of(targets: Targets) -> LabelSet:
 class LabelSetRows(GemmThenRows):
     """:class:`.LogitsBackend` of several labels a token."""
 
-    def logits_gemm(
-        self, hidden: Tensor, weight: Tensor, targets: Targets, sample: None, out: Tensor | None
-    ) -> Scores:
-        """Collectives: those of :meth:`largest`, behind the GEMM."""
-        assert out is not None
-        with phase("logits"):
-            write_logits(hidden, weight, out)
-        with phase("statistics"):
-            label, label_logits = self.largest(out, targets)
-            scale, form = self.logit_scale, self.outputs
-            stats = self.rows.row_statistics(
-                out, label, scale, form.with_argmax, form, targets.inv_temperature
-            )
-            return Scores(stats, beside=(label_logits,))
-
     def settle(
         self, scores: Scores, targets: Targets, merged: Merged, matrix: Tensor | None, needs_grad: bool
     ) -> tuple[Merged, dict[str, Tensor]]:
@@ -98,10 +82,10 @@ class LabelSetRows(GemmThenRows):
         assert isinstance(others, LabelSet)
         return None if others.shares is None else others.shares.sum(0).clamp(min=1.0)
 
-    def largest(self, logits: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
+    def label_of(self, logits: Tensor, targets: Targets) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The column of each token's label with the largest logit, :data:`.NO_COLUMN` or :data:`.EMPTY` where
-        another shard has it or none; and the labels' logits over all shards, fp32 ``[K, C]``: NOT_HERE of one
-        that no shard has, -inf of an empty entry.
+        another shard has it or none; beside it the labels' logits over all shards, fp32 ``[K, C]``: NOT_HERE
+        of one that no shard has, -inf of an empty entry.
 
         Collectives: a MAX all-reduce of those (R > 1).
         """
@@ -115,7 +99,7 @@ class LabelSetRows(GemmThenRows):
             self.comm.over_shards_(s, largest=True)
         best = columns.gather(1, s.argmax(1, keepdim=True)).squeeze(1)
         empty = (columns == EMPTY) | (s == LOWEST_FINITE)
-        return best, torch.where(empty, -torch.inf, s.masked_fill_(s == -torch.inf, NOT_HERE)).t()
+        return best, (torch.where(empty, -torch.inf, s.masked_fill_(s == -torch.inf, NOT_HERE)).t(),)
 
     def grad_from_saved(
         self, saved: SavedChunk, targets: Targets, upstream: Upstream, out: Tensor | None

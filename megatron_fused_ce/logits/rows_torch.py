@@ -152,8 +152,7 @@ def row_gradients(
         else:
             e.mul_(terms.scale[rows].unsqueeze(-1))
         if terms.smoothing_per_class is not None:
-            delta = terms.smoothing_per_class
-            e.sub_(delta[rows].unsqueeze(-1) if delta.dim() else delta)
+            e.sub_(terms.smoothing_per_class[rows].unsqueeze(-1))
         columns, here = columns_here(local_labels[rows], num_columns)
         at_label = -terms.neg_label_grad[rows].unsqueeze(-1)
         e.scatter_(-1, columns, at_label.where(here, e.gather(-1, columns)))

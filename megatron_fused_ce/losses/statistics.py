@@ -67,7 +67,7 @@ class TokenTerms(NamedTuple):
     row_max: Tensor  # m
     inv_sum: Tensor  # 1 / (sum_exp_nonlabel + label)
     one_minus_p_label: Tensor  # sum_exp_nonlabel / (sum_exp_nonlabel + label) = 1 - p_y
-    label_shift: Tensor | None = None  # z_y - m, NOT_HERE for a label outside the vocabulary
+    label_shift: Tensor  # z_y - m, NOT_HERE for a label outside the vocabulary
     extra: ExtraStatistics = NO_EXTRA  # those that a gradient needs
     label_shifts: Tensor | None = None  # [K, C]: see Merged
 
@@ -169,9 +169,6 @@ def token_loss(
 
 def merge_shards(shards: Tensor) -> Merged:
     """Merge the statistics of all shards, ``[R, 4, C]`` fp32, in rank order."""
-    if len(shards) == 1:
-        shard = shards[0]
-        return Merged(*token_loss(shard_addends(shard, shard[ROW_MAX]), shard[ROW_MAX]), shard[ROW_SHIFT])
     global_max = shards[:, ROW_MAX].amax(0)
     loss, terms = token_loss(shard_addends(shards, global_max).sum(0), global_max)
     return Merged(loss, terms, shards[:, ROW_SHIFT].amax(0))

@@ -118,7 +118,6 @@ class Rows:
     def left_out(self) -> Tensor:
         """``s - m`` of the label that the sum of the others is without, of several the largest; NOT_HERE for
         none."""
-        assert self.terms.label_shift is not None
         return self.terms.label_shift
 
     @cached_property

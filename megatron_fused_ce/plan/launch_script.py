@@ -54,7 +54,7 @@ _SLURM = {
 }
 
 
-def of_string(text: str, known: Collection[str] = (), count_gpus: bool = True) -> TrainingLaunch:
+def of_string(text: str, known: Collection[str], count_gpus: bool) -> TrainingLaunch:
     """Arguments in one string, with or without the command before them.
 
     Args:

@@ -17,22 +17,20 @@ from torch import Tensor
 from megatron_fused_ce.ranks.collectives import _all_gather, collective_device, largest_over_ranks
 
 
-def compare_numbers(per_token: Mapping[str, object], group: dist.ProcessGroup | None) -> None:
+def compare_numbers(per_token: Mapping[str, object], group: dist.ProcessGroup) -> None:
     """Raise on every rank if the numbers in a tensor differ between ranks. The host waits.
 
     Args:
         per_token: values by name. Tensors among them are compared; their shapes and dtypes must be equal on
             every rank already.
 
-    Collectives: one MAX all-reduce of two fp64 a number (R > 1), but none while a CUDA graph is captured.
+    Collectives: one MAX all-reduce of two fp64 a number (R > 1).
 
     Raises:
         RankDisagreement: names the tensors.
     """
     tensors = {name: value.flatten() for name, value in per_token.items() if isinstance(value, Tensor)}
     numbers = torch.cat([value.detach().double() for value in tensors.values()])
-    if group is None or (numbers.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return
     most, least = largest_over_ranks(torch.stack((numbers, -numbers)).nan_to_num(), group)
     parts = (most != -least).split([len(value) for value in tensors.values()])
     differ = [name for name, part in zip(tensors, parts, strict=True) if part.any()]

@@ -162,7 +162,6 @@ class VocabParallel:
         size = 1 if group is None else dist.get_world_size(group)
         if group is None or size == 1:
             return VocabParallel(None, 1, 0, False)
-        merge = "packed" if merge == "auto" else merge
         rank = dist.get_rank(group)
         return VocabParallel(ref(group), size, rank, sequence_parallel, merge, reduces_grad_hidden)
 
@@ -203,10 +202,8 @@ class VocabParallel:
     def gather(self, part: Tensor, out: Tensor) -> Work:
         """Start to gather every rank's ``[k, H]`` into ``out`` ``[R * k, H]``, in rank order.
 
-        Collectives, asynchronous: one all-gather; over one rank none, and ``out`` is not written.
+        Collectives, asynchronous: one all-gather.
         """
-        if self.size == 1:
-            return DONE
         return _start(_all_gather, out, part.contiguous(), beside=self.beside, group=self.group)
 
     def gathered(self, part: Tensor) -> tuple[Tensor, Work]:
@@ -267,9 +264,9 @@ class VocabParallel:
         """
         if self.size == 1:
             return partial(_merge_alone, stats, token_ops)
-        if self.merge == "packed":
-            return self._start_packed(stats, token_ops)
-        return self._start_all_reduced(stats, token_ops)
+        if self.merge == "all_reduce":
+            return self._start_all_reduced(stats, token_ops)
+        return self._start_packed(stats, token_ops)
 
     def _start_packed(self, stats: RowStatistics, token_ops: ModuleType) -> Callable[[], Merged]:
         """Merge by one all-gather of all statistics; every rank merges them in rank order."""

@@ -106,7 +106,7 @@ def main(words: list[str]) -> int:
     given = cases.parse_arguments(__doc__ or "", words)
     path = writable_file(given.out or results.RESULTS / "-") if given.out or given.name else None
     if given.device == "cuda":
-        require_gpus(cases.world_size(), "--device cpu tries it without, slowly")
+        require_gpus("--device cpu tries it without, slowly", cases.world_size())
     import torch
 
     from megatron_fused_ce.scripts.bench.problem import World

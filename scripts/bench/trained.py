@@ -99,7 +99,7 @@ def main(words: list[str]) -> int:
     until = time.monotonic() + given.seconds
     cli.writable_file(given.file)
     if given.device == "cuda":
-        cli.require_gpus(1, "--device cpu tries it without, slowly")
+        cli.require_gpus("--device cpu tries it without, slowly")
     found = list(texts([Path(place) for place in set(map(os.path.realpath, given.text))], given.megabytes))
     data = windows_of(found, given.vocab, given.length).to(given.device) if found else torch.empty(0, 1)
     data, rest = data.tensor_split([-(given.tokens // given.length)])

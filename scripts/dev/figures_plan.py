@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_fused_ce.config import STRATEGY_CHOICES, FusedCEConfig
 from megatron_fused_ce.plan import command
-from megatron_fused_ce.plan.answer import Gpu
+from megatron_fused_ce.plan.answer import GIB, Gpu
 from megatron_fused_ce.plan.heads import CUBLAS_WORKSPACE, HeadMemory, plugin_head, stock_head
 from megatron_fused_ce.plan.named_models import MODELS
 from megatron_fused_ce.plan.peaks import estimate
@@ -30,7 +30,6 @@ from megatron_fused_ce.scripts.lib.tables import markdown as table
 RESULTS = REPOSITORY / results.RESULTS
 DAY = "2026-11-21-h200-"
 README, PAGE = REPOSITORY / "README.md", REPOSITORY / "docs" / "plan.md"
-GIB = 2**30
 
 #: Of the peak of a whole step and of a head alone. A graph's pool of its own is not counted.
 STEP_BOUND, HEAD_BOUND = 0.015, 0.035
@@ -272,7 +271,7 @@ def trainings() -> str:
         word = next(word for least, word in WORDS.items() if saved >= least)
         rows.append(f"| {label} | {word} | {f'−{saved:.0%}' if saved >= 0.005 else 'nothing'} |")
     plan_of_one, _ = printed("--model llama-3.2-1b --seq-length 32768").split("\n\n", 1)
-    asked = "\nAsk about your launch ([by log or script](docs/plan.md); here on 80 GB without recomputation):\n"
+    asked = "\nAsk about your launch ([by log or script](docs/plan.md); here 80 GB, no recomputation):\n"
     head = ["| you train | help? | by how much |", "|---|---|---|"]
     return "\n".join([*head, *rows, *MEASURED, asked, plan_of_one, "```", ""])
 

@@ -283,10 +283,6 @@ class Case:
     num_tokens: int | None = None  # of an iteration, where the case is a sequence length
     warmup: int = 1  # logged iterations left out of the time
 
-    @property
-    def is_fp32(self) -> bool:
-        return not {"--bf16", "--fp16"} & set(self.args)
-
 
 #: The variant that Megatron's arguments refuse, and the runner's option that lifts the refusal.
 LIFTED, LIFTING = "te-lifted", "--te-loss"
@@ -367,23 +363,15 @@ class Run:
         """Its figures, and whether they were there from an earlier run of the same, unless ``fresh``."""
         if not fresh and (earlier := self.earlier(output)) is not None:
             return earlier, True
-        return self.finish(self.start(output)), False
-
-    def start(self, output: Path) -> Started:
-        folder = output / self.folder_name
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         environment = {"CUDA_DEVICE_MAX_CONNECTIONS": self.max_connections}
         if self.device == "cpu":
             environment |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-        words = self.words(str(self.checkout.path), torchrun)
-        return start(words, folder, environment, cwd=folder)
-
-    def finish(self, started: Started) -> Figures:
-        """Wait for its end, write its record."""
-        figures = started.finish(self.timeout_s)
+        folder, words = output / self.folder_name, self.words(str(self.checkout.path), torchrun)
+        figures = start(words, folder, environment, cwd=folder).finish(self.timeout_s)
         if figures.status == "ok" and not figures.losses:
             figures.status = "no iteration in the log"
         record = {"command": self.command, "fingerprint": self.fingerprint()}
         text = json.dumps({**record, "figures": asdict(figures)}, indent=1)
-        write_whole(started.folder / RECORD, f"{text}\n")
-        return figures
+        write_whole(folder / RECORD, f"{text}\n")
+        return figures, False

@@ -342,15 +342,12 @@ _MODULE_STAND_INS: dict[str, Callable[[Any], None]] = {
 class _AfterImport(importlib.abc.MetaPathFinder):
     """Calls a module's stand-in once, right after the module's own code has run."""
 
-    def __init__(self, stand_ins: dict[str, Callable[[Any], None]]) -> None:
-        self._stand_ins = dict(stand_ins)
-
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        stand_in = self._stand_ins.pop(fullname, None)
+        stand_in = _MODULE_STAND_INS.pop(fullname, None)
         if stand_in is None:
             return None
         spec = importlib.util.find_spec(fullname)  # by the other finders, and by this one: None
-        self._stand_ins[fullname] = stand_in  # who only asks for a spec imports nothing
+        _MODULE_STAND_INS[fullname] = stand_in  # who only asks for a spec imports nothing
         if spec is None or spec.loader is None:
             return None
         run_module = spec.loader.exec_module
@@ -397,7 +394,7 @@ def install(*, fused_wgrad: bool = False) -> None:
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )
-    sys.meta_path.insert(0, _AfterImport(_MODULE_STAND_INS))
+    sys.meta_path.insert(0, _AfterImport())
     if fused_wgrad:
         install_fused_wgrad()
     CudaIsCpu().__enter__()  # for the rest of the process

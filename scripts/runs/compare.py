@@ -26,7 +26,6 @@ from __future__ import annotations
 import argparse
 import math
 import re
-import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -570,7 +569,3 @@ def main(words: list[str]) -> int:
         found.of({name: {0: read_run(path, name)} for name, path in runs})
     source = results.made_by(results.device_name() if given.launch else "", ["compare", *words])
     return report(found, given.out, source, Console(highlight=False))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -365,13 +364,9 @@ def main(words: list[str]) -> int:
     elif not launched:
         raise UsageError("give a launch after --, or --draw FILE")
     else:
-        cli.require_gpus(otherwise="--draw FILE draws a profile that was made elsewhere")
+        cli.require_gpus("--draw FILE draws a profile that was made elsewhere")
         os.environ.setdefault("CUDA_LAUNCH_BLOCKING", "1")
         timelines = of_launches(given, launched)
         write(timelines, given.out / "memory_profile.json", ["memory", *words])
     report(timelines, given.out)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -256,7 +256,7 @@ def of_launches(given: argparse.Namespace, rows: list[Row], source: results.Row)
             logged[row.name] = figures
             row = replace(row, time_ms=time_ms, spread=spread, peak_mib=figures.max_allocated_mb)
         found.append(replace(row, status=status))
-    bound = losses.FP32_LOSS_BOUND if case.is_fp32 else losses.LOSS_BOUND
+    bound = losses.LOSS_BOUND if {"--bf16", "--fp16"} & {*case.args} else losses.FP32_LOSS_BOUND
     if {*STOCK} <= logged.keys():
         noise = losses.loss_difference(logged[YARDSTICK], logged[REFERENCE])
         bound = max(bound, losses.YARDSTICK_FACTOR * noise)
@@ -424,7 +424,3 @@ def main(words: list[str]) -> int:
         write(result, given.out)
         print(f"{markdown(result)}\nwritten to {given.out}: sweep.json, sweep.md")
     return int(any(row.status not in (OK, OUT_OF_MEMORY) for row in result.rows))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

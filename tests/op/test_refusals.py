@@ -14,6 +14,7 @@ from megatron_fused_ce import (
     fused_linear_distillation,
     fused_linear_loss,
     fused_linear_token_outputs,
+    fused_linear_topk,
     fused_linear_topk_distillation,
     losses,
 )
@@ -112,7 +113,6 @@ REFUSED = {
             ({"hidden": ones(12, 4)}, E, r"hidden has shape \(12, 4\) .*\[T, H\] with \[T\]"),
             ({"hidden": ones(2, 6, 4)}, E, r"hidden has shape \(2, 6, 4\) .*is transposed"),
             ({"hidden": ones(4)}, E, r"hidden has shape \(4,\); expected"),
-            ({"hidden": ones(1, 6, 2, 4)}, E, r"hidden has shape \(1, 6, 2, 4\); expected"),
             ({"hidden": ones(6, 2, 4).double()}, E, "float64"),
             ({"hidden": ones(6, 2, 4).bfloat16()}, E, "one dtype"),
             ({"hidden": [1.0]}, E, "hidden is a list; expected a torch.Tensor"),
@@ -164,6 +164,14 @@ REFUSED = {
             ({"loss": "jsd"}, V, "choose cross_entropy or kl"),
             (config(label_smoothing=0.1), V, "belong to labels"),
             (config(ignore_index=-100), V, "belong to labels"),
+        ],
+    ),
+    fused_linear_topk: (
+        {**OPERANDS, "k": 2, "batch_first": False},
+        [
+            ({"hidden": ones(1, 6, 2, 4)}, V, r"hidden has shape \(1, 6, 2, 4\); expected"),
+            ({"k": 0}, V, "k is 0; expected a whole number"),
+            ({"k": 10}, V, "k is 10; expected at most the 9 ids"),
         ],
     ),
     fused_linear_loss: (
@@ -271,7 +279,6 @@ REFUSED = {
         [
             ({"batch_first": None}, V, "give batch_first=True for"),
             ({"entropy": "differentiable"}, V, "choose one of none, detached"),
-            ({"entropy": True}, V, "choose one of none, detached"),
             ({"active_mask": ones(2, 6)}, V, r"active_mask is torch\.float32"),
         ],
     ),

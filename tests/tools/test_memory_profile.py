@@ -140,7 +140,7 @@ ON_CPU, NOTHING = (Path(__file__).with_name(name) for name in ("memory_on_cpu.py
 
 @pytest.fixture
 def no_gpu_asked_for(monkeypatch):
-    monkeypatch.setattr(memory.cli, "require_gpus", lambda **otherwise: None)
+    monkeypatch.setattr(memory.cli, "require_gpus", lambda otherwise: None)
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
 
 
