@@ -101,9 +101,11 @@ def fused_linear_cross_entropy(
     Source: vocab-parallel cross-entropy, Shoeybi et al. 2019 (arXiv:1909.08053); chunking and
     recomputation of the logits: docs/design.md.
     """
+    if batch_first:
+        hidden = sequence_first(hidden, batch_first)
     call = Call(
-        sequence_first(hidden, batch_first), weight, labels, tp_group, sequence_parallel, token_weights,
-        vocab_start, config_of_loss(config), may_store=True,
+        hidden, weight, labels, tp_group, sequence_parallel, token_weights, vocab_start,
+        config_of_loss(config), may_store=True,
     )  # fmt: skip
     return linear_cross_entropy(call).loss
 
