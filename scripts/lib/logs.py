@@ -43,8 +43,7 @@ _OUT_OF_MEMORY = re.compile(
     r"|Triton Error \[CUDA\]: out of memory|CU(?:BLAS|DNN)_STATUS_ALLOC_FAILED"
 )
 _ERROR = re.compile(r"^(?:\[rank\d+\]: ?)?([\w.]*(?:Error|Exception|assert)\w*: .*|.*: error: .*)$")
-#: TensorBoard's tags that are read.
-_SCALAR = re.compile(r"grad-norm|.*loss( validation\S*)?")
+_SCALAR = re.compile(r"grad-norm|.*loss( validation\S*)?")  # TensorBoard's tags that are read
 
 
 def _columns(text: str) -> dict[str, str]:
@@ -137,8 +136,7 @@ class Record:
     @property
     def facts(self) -> dict[str, object]:
         """Of a result file."""
-        made = self.figures
-        heads = made.heads_fused, made.heads_stock, made.logits_materialised
+        heads = [getattr(self.figures, of) for of in ("heads_fused", "heads_stock", "logits_materialised")]
         own = {name: getattr(self, name) for name in ("kind", "precision", "skipped", "restarts")}
         return own | {"heads": heads, "iterations": self.iterations()}
 

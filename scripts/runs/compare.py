@@ -437,7 +437,6 @@ def draw_series(content: dict[str, Any], path: Path) -> None:
 
 def _save_plain(figure: Any, path: Path) -> None:
     for axes in figure.axes:
-        axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
         axes.tick_params(labelsize=8)
     pictures.save(figure, path)
