@@ -24,8 +24,7 @@ from megatron_fused_ce.cli.command_line import UsageError
 
 GRAD_NORM = "grad norm"
 TAIL_BYTES = 65536
-#: What torchrun itself prints, in the folder of every launch.
-LAUNCHER_LOG = "torchrun.log"
+LAUNCHER_LOG = "torchrun.log"  # what torchrun itself prints, in the folder of every launch
 #: Looked at below a run's folder: torchrun's logs of 1000 ranks are 4000 entries.
 MOST_ENTRIES = 20_000
 
@@ -120,7 +119,7 @@ class Record:
     skipped: dict[int, int] = field(default_factory=dict)  # line's iteration -> steps skipped
     restarts: list[int] = field(default_factory=list)  # first iteration of each later start
     figures: Figures = field(default_factory=Figures)  # what it says of the launch
-    _exact: dict[str, float] = field(default_factory=dict)  # of the iteration whose line is next
+    _exact: dict[int, dict[str, float]] = field(default_factory=dict)
     _lines: list[int] = field(default_factory=list)  # iterations logged since the last start
     _last: int = 0  # the last iteration logged
 
@@ -152,7 +151,8 @@ class Record:
         self._lines, has_iterations, made = [], False, self.figures
         for line in lines:
             if match := _EXACT.search(line):
-                self._exact = json.loads(match[1])
+                exact = json.loads(match[1])
+                self._exact[int(exact.pop("iteration"))] = exact
             elif match := _ITERATION.search(line):
                 self.fine_stamps = "." in (match[1] or "")
                 self._iteration(int(match[2]), _columns(match[3]))
@@ -203,7 +203,7 @@ class Record:
         elif "number of nan iterations" in columns:  # the line's last column
             # Megatron prints no loss that is nan.
             found = dict.fromkeys(self.training_losses, "nan") | found
-        exact = self._exact if self._exact.get("iteration") == last else {}
+        exact = self._exact.get(last, {})
         for name, text in found.items():
             of_one = last if name == GRAD_NORM else first  # a norm is of the last iteration alone
             self.add(name, Point(last, exact[name], last) if name in exact else _printed(last, text, of_one))
