@@ -306,8 +306,8 @@ class Comparison:
             if self.by_seed and part.startswith(("last ", "first ")):
                 run = {name: self.pairs[curve][name]}
                 ends = blocks(self.start, max(pairs[-1].iteration for pairs in run[name].values()), 1)
-                to = {b: of_each(run, Pair.apart, root_mean_square, a, b) for a, b in ends}
-                row["on_the_way"] = [(b, root_mean_square(of[name].values())) for b, of in to.items() if of]
+                by = {b: of_each(run, Pair.apart, root_mean_square, a, b) for a, b in ends}
+                row["on_the_way"] = [(b, root_mean_square(of[name].values())) for b, of in by.items() if of]
             self.rows.setdefault((curve, part), []).append(row)
             if name == self.judged and not is_within:
                 self.problems.append(f"{what} differs: {over:+.1e}, bound {bound:.1e}")
