@@ -215,9 +215,10 @@ def main(words: list[str]) -> int:
     trained = {run.rpartition("-")[0] for run, came in source["launches"].items() if came.startswith("ok")}
     noise = [name for name in STOCK if name in trained and name != REFERENCE]
     found = compare.Comparison(REFERENCE, "flag", noise, by_seed=True).of_folder(options.out)
-    status = compare.report(found, options.out, source, Console(highlight=False, width=110), CAPTION)
+    status = compare.report(found, options.out, source, Console(highlight=False, width=110).print, CAPTION)
     for name in (name for name in sorted(found.runs) if name.startswith("planted")):
-        outside = [f.what for f in found.figures if name in f.values and not f.is_within(name)]
+        rows = [(of, row) for of, rows in found.rows.items() for row in rows if row["variant"] == name]
+        outside = [", ".join(of) for of, row in rows if not row["within"]]
         print(f"{name}: {'; '.join(outside) or 'not seen'}")
     return status
 

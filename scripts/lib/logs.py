@@ -24,41 +24,31 @@ from megatron_fused_ce.cli.command_line import UsageError
 
 GRAD_NORM = "grad norm"
 TAIL_BYTES = 65536
-#: What torchrun itself prints, in the folder of every launch.
-LAUNCHER_LOG = "torchrun.log"
+LAUNCHER_LOG = "torchrun.log"  # what torchrun itself prints, in the folder of every launch
 #: Looked at below a run's folder: torchrun's logs of 1000 ranks are 4000 entries.
 MOST_ENTRIES = 20_000
 
 _NUMBER = r"([-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|(?i:nan|inf)))"
-_IS_NUMBER = re.compile(_NUMBER)
+_COLUMN = re.compile(rf"([^|\s][^|]*?)\s*:\s*{_NUMBER}\s*\|")
 _ITERATION = re.compile(r"(?:\[([\d .:-]+)\] )?iteration\s+(\d+)/\s*\d+ \|(.*)")
 #: What `megatron_fused_ce.scripts.lib.megatron_cpu` prints: ``iteration``, and values in every digit.
 _EXACT = re.compile(r"\[megatron_cpu\] exact (\{.*\})")
 _EVALUATION = re.compile(r"validation(\S*) loss at iteration (\d+)([^|]*)\|(.*)")
 _MEMORY = re.compile(rf"max allocated: {_NUMBER}")
-_COUNTERS = re.compile(
-    r"\[fused-ce\] heads: (\d+) fused, (\d+) on the stock path; logits materialised: (\d+)"
-)
+_HEADS = re.compile(r"\[fused-ce\] heads: (\d+) fused, (\d+) on the stock path; logits materialised: (\d+)")
 _PRECISION = re.compile(r"^\s*params_dtype \.+ torch\.(\w+)")
-_START = re.compile(r"\[before the start of training step\]")
 _OUT_OF_MEMORY = re.compile(
-    r"OutOfMemoryError|CUDA out of memory|CUDA error: out of memory|Cuda failure.*out of memory"
-    r"|Triton Error \[CUDA\]: out of memory|CU(?:BLAS|DNN)_STATUS_ALLOC_FAILED",
-    re.IGNORECASE,
+    r"(?i)OutOfMemoryError|CUDA out of memory|CUDA error: out of memory|Cuda failure.*out of memory"
+    r"|Triton Error \[CUDA\]: out of memory|CU(?:BLAS|DNN)_STATUS_ALLOC_FAILED"
 )
 _ERROR = re.compile(r"^(?:\[rank\d+\]: ?)?([\w.]*(?:Error|Exception|assert)\w*: .*|.*: error: .*)$")
-#: A TensorBoard tag that is read; the second group is an evaluation's.
-_SCALAR = re.compile(r"grad-norm|.*loss|.*loss (validation\S*)")
+_SCALAR = re.compile(r"grad-norm|.*loss( validation\S*)?")  # TensorBoard's tags that are read
 
 
 def _columns(text: str) -> dict[str, str]:
     """Name -> number as printed. Where a name occurs twice, the first has more digits."""
-    found: dict[str, str] = {}
-    for column in text.split("|")[:-1]:
-        name, _, number = (part.strip() for part in column.rpartition(":"))
-        if name and _IS_NUMBER.fullmatch(number):
-            found.setdefault(name, number)
-    return found
+    found = _COLUMN.findall(text)
+    return dict(found) | dict(reversed(found))
 
 
 class Point(NamedTuple):
@@ -145,8 +135,7 @@ class Record:
     @property
     def facts(self) -> dict[str, object]:
         """Of a result file."""
-        made = self.figures
-        heads = made.heads_fused, made.heads_stock, made.logits_materialised
+        heads = [getattr(self.figures, of) for of in ("heads_fused", "heads_stock", "logits_materialised")]
         own = {name: getattr(self, name) for name in ("kind", "precision", "skipped", "restarts")}
         return own | {"heads": heads, "iterations": self.iterations()}
 
@@ -159,7 +148,7 @@ class Record:
 
     def read(self, lines: Iterable[str]) -> bool:
         """One more log, of a later start or another rank; whether it has lines of iterations."""
-        self._lines, has_iterations, figures = [], False, self.figures
+        self._lines, has_iterations, made = [], False, self.figures
         for line in lines:
             if match := _EXACT.search(line):
                 exact = json.loads(match[1])
@@ -174,19 +163,18 @@ class Record:
                 for name, text in _columns(match[4]).items():
                     if name.endswith(" value"):
                         self.add(f"{name.removesuffix(' value')} {which}", _printed(last, text, last))
-            elif match := _COUNTERS.search(line):
-                heads = map(int, match.groups())
-                figures.heads_fused, figures.heads_stock, figures.logits_materialised = heads
+            elif match := _HEADS.search(line):
+                made.heads_fused, made.heads_stock, made.logits_materialised = map(int, match.groups())
             elif match := _MEMORY.search(line):
-                figures.max_allocated_mb = max(figures.max_allocated_mb or 0.0, float(match[1]))
+                made.max_allocated_mb = max(made.max_allocated_mb or 0.0, float(match[1]))
             elif match := _PRECISION.match(line):
                 self.precision = match[1]
-            elif _START.search(line):
+            elif "[before the start of training step]" in line:
                 self._lines = []
             if match := _ERROR.match(line):
-                figures.error = figures.error or match[1].strip()
+                made.error = made.error or match[1].strip()
             if _OUT_OF_MEMORY.search(line):
-                figures.status = "out of memory"
+                made.status = "out of memory"
         return has_iterations
 
     def read_file(self, file: Path) -> bool:
@@ -200,8 +188,7 @@ class Record:
         if last < self._last:  # forget what an earlier start wrote about this iteration and later ones
             self.restarts.append(last)
             self.skipped = {at: num for at, num in self.skipped.items() if at < last}
-            for name, curve in self.curves.items():
-                self.curves[name] = [point for point in curve if point.last < last]
+            self.curves = {name: [p for p in of if p.last < last] for name, of in self.curves.items()}
             self._lines = []
         elif self._lines and last == self._last:
             self._lines.pop()  # a line that stands there twice
@@ -219,8 +206,7 @@ class Record:
         exact = self._exact.get(last, {})
         for name, text in found.items():
             of_one = last if name == GRAD_NORM else first  # a norm is of the last iteration alone
-            is_exact = name in exact
-            self.add(name, Point(last, exact[name], last) if is_exact else _printed(last, text, of_one))
+            self.add(name, Point(last, exact[name], last) if name in exact else _printed(last, text, of_one))
         if time := columns.get("elapsed time per iteration (ms)"):
             self.figures.iteration_times_ms.append(float(time))
 
@@ -248,9 +234,8 @@ def last_iteration(folder: Path) -> str:
     for file in folder.rglob("*.log"):
         with open(file, "rb") as log:
             log.seek(max(0, file.stat().st_size - TAIL_BYTES))
-            found = re.findall(rb"iteration +(\d+)/ *(\d+) \|", log.read())
-        if found:
-            newest = "iteration {}/{}".format(*(number.decode() for number in found[-1]))
+            found = re.findall(r"iteration +(\d+)/ *(\d+) \|", log.read().decode(errors="replace"))
+        newest = "iteration {}/{}".format(*found[-1]) if found else newest
     return newest
 
 
@@ -264,13 +249,12 @@ def read_tensorboard(name: str, path: Path) -> Record:
     except ImportError as error:
         raise UsageError(f"{path}: to read it install tensorboard ({error})") from None
     record, starts = Record(name, "TensorBoard"), set[int]()
-    events = EventAccumulator(str(path), size_guidance={"scalars": 0, "tensors": 0})
-    events.Reload()
-    for tag, match in ((tag, _SCALAR.fullmatch(tag)) for tag in events.Tags()["scalars"]):
+    events = EventAccumulator(str(path), size_guidance={"scalars": 0, "tensors": 0}).Reload()
+    for tag in filter(_SCALAR.fullmatch, events.Tags()["scalars"]):
         last = -1
-        for event in events.Scalars(tag) if match else ():
+        for event in events.Scalars(tag):
             step = int(event.step)
-            if step == last and match and match[1]:
+            if step == last and "loss validation" in tag:
                 continue  # at the end Megatron writes the test set's loss under the validation set's name
             starts |= {step} if step < last else set()
             record.add(GRAD_NORM if tag == "grad-norm" else tag, Point(step, float(event.value), step))
@@ -281,13 +265,6 @@ def read_tensorboard(name: str, path: Path) -> Record:
         text: bytes = events.Tensors(tag)[-1].tensor_proto.string_val[0]
         record.precision = text.decode(errors="replace").removeprefix("torch.")
     return record
-
-
-def _launch_of(file: Path) -> Path:
-    """The folder that a log's launch has to itself: torchrun's --log-dir, else the log's own."""
-    parents = file.parents
-    in_torchruns = len(parents) > 3 and parents[1].name.startswith("attempt_")
-    return parents[3] if in_torchruns else parents[0]
 
 
 def read_run(path: Path, name: str) -> Record:
@@ -303,20 +280,19 @@ def read_run(path: Path, name: str) -> Record:
         raise UsageError(f"{path} holds {many}: give the folder of one run")
     files = [file for file in sorted(below) if file.is_file()]
     events = sorted({str(file.parent) for file in files if "tfevents" in file.name})
-    logs = [file for file in files if file.suffix == ".log" or file == path]
-    record = Record(name)
-    if str(path) in events or "tfevents" in path.name:
-        record = read_tensorboard(name, path)
-    elif not logs:
+    is_events = str(path) in events or "tfevents" in path.name
+    logs = [file for file in files if not is_events and (file.suffix == ".log" or file == path)]
+    if not logs and not is_events:
         there = f"event files are in {', '.join(events[:3])}" if events else "nor TensorBoard event files"
         raise UsageError(f"{path} has no *.log files, {there}")
-    # Restarts are of one launch.
-    elif len(of := dict.fromkeys(_launch_of(log) for log in logs if record.read_file(log))) > 1:
-        several = ", ".join(map(str, [*of][:3]))
+    record = read_tensorboard(name, path) if is_events else Record(name)
+    # Restarts are of one launch. In torchrun's --log-dir, its folder, a rank's logs lie three folders down.
+    rank = r"(^|/)[^/]+/attempt_[^/]*/[^/]+$"
+    folders = dict.fromkeys(re.sub(rank, "", str(log.parent)) for log in logs if record.read_file(log))
+    if len(folders) > 1:
+        several = ", ".join([*folders][:3])
         raise UsageError(f"{path} holds logs of several runs ({several}): give one of them")
     if not any(record.curves[name] for name in record.training_losses):
-        raise UsageError(
-            f"{path} has no iteration with a loss: give the log of the last rank, which prints them "
-            "every --log-interval iterations, or the folder of --tensorboard-dir"
-        )
+        prints = "which prints them every --log-interval iterations, or the folder of --tensorboard-dir"
+        raise UsageError(f"{path} has no iteration with a loss: give the log of the last rank, {prints}")
     return record

@@ -11,11 +11,11 @@ LOSS_RESOLUTION = 1e-6  # relative; Megatron logs seven digits
 GRAD_NORM_RESOLUTION = 1e-5  # relative, where every digit is known: on a CPU
 #: The flag may differ from unfused by so many times what Megatron's native loss does.
 YARDSTICK_FACTOR = 2.0
-#: Over a run's first iterations, as far as runs that are the same stand apart. In bf16: launches on H200s
-#: (docs/tools.md), where native and the flag differ from unfused by at most 3.0e-4 in any loss and 4.8e-3 in
-#: the gradient norm within 10 iterations. In fp32 by what can be told apart.
-LOSS_BOUND, FP32_LOSS_BOUND = 5e-4, LOSS_RESOLUTION
-GRAD_NORM_BOUND, FP32_GRAD_NORM_BOUND = 2e-2, GRAD_NORM_RESOLUTION
+#: Of losses, of gradient norms: over a run's first iterations, as far as runs that are the same stand apart
+#: in bf16, in fp32. In bf16: launches on H200s (docs/tools.md), where native and the flag differ from unfused
+#: by at most 3.0e-4 in any loss and 4.8e-3 in the gradient norm within 10 iterations. In fp32 by what can be
+#: told apart.
+FIRST_BOUNDS = (5e-4, LOSS_RESOLUTION), (2e-2, GRAD_NORM_RESOLUTION)
 
 
 def relative_difference(ours: float, reference: float, tolerance: float = 0.0) -> float:

@@ -22,7 +22,9 @@ def pyplot() -> Any:
 
 
 def save(figure: Any, path: Path, dpi: int = 150) -> None:
-    """Write the figure and forget it."""
+    """Write the figure, each panel without the frame's upper and right line, and forget it."""
+    for axes in figure.axes:
+        axes.spines[["top", "right"]].set_visible(False)
     picture = io.BytesIO()
     figure.savefig(picture, dpi=dpi)
     pyplot().close(figure)

@@ -30,11 +30,11 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, cycle, pairwise
+from itertools import chain, pairwise, product
 from os.path import commonpath, relpath
 from pathlib import Path
 from statistics import fmean, median_low
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_fused_ce.cli import command_line as cli
 from megatron_fused_ce.cli.command_line import UsageError
@@ -42,9 +42,6 @@ from megatron_fused_ce.scripts.lib import losses, pictures, results, tables
 from megatron_fused_ce.scripts.lib.launches import Command, launch, split_command
 from megatron_fused_ce.scripts.lib.logs import GRAD_NORM, Record, read_run
 from megatron_fused_ce.scripts.lib.results import Row
-
-if TYPE_CHECKING:  # --help does without rich
-    from rich.console import Console
 
 #: Iterations, at the end of runs, over which a difference is averaged.
 LAST = 100
@@ -55,15 +52,7 @@ FEWEST_SEEDS = 3
 ONE_SEED = 5
 #: So many times what the noise does in a block, a run may differ by.
 IN_BLOCK = 3
-#: Last iterations of what is drawn; of blocks from 10 on.
-ENDS = [digit * 10**power for power in range(10) for digit in (1, 2, 3, 5)]
-#: Of one pair's first iterations, in bf16 and in fp32; first of losses, then of gradient norms.
-FIXED = (
-    (losses.LOSS_BOUND, losses.FP32_LOSS_BOUND),
-    (losses.GRAD_NORM_BOUND, losses.FP32_GRAD_NORM_BOUND),
-)
 STATUS = {"SAME": 0, "DIFFERENT": 1, "INCONCLUSIVE": 3}
-_NAME_SEED = re.compile(r"(.+)-(\d+)(?:\.log)?")
 
 
 class Pair(NamedTuple):
@@ -83,13 +72,13 @@ class Pair(NamedTuple):
         return math.copysign(found, self.other - self.reference)
 
     def apart(self, is_norm: bool = False) -> float:
-        """Other less reference, of norms the log ratio; inf where the relative difference is; nan where both
-        are the same and not finite."""
+        """Other less reference, of norms the log ratio; inf as `relative` is; nan where both are, or inf."""
         if (found := self.relative()) == math.inf or (is_norm and not found):
             return found
         return math.log(self.other / self.reference) if is_norm else self.other - self.reference
 
 
+Fold = Callable[[Iterable[float]], float]  # of several numbers one
 #: By name and seed (one pair's is 0): the runs, a curve of theirs, a number of theirs.
 Runs = dict[str, dict[int, Record]]
 Pairs = dict[str, dict[int, list[Pair]]]
@@ -116,12 +105,6 @@ def pairs_of(reference: Record, other: Record, curve: str) -> list[Pair]:
     return sorted(pairs, key=lambda pair: pair.iteration)
 
 
-def start_of(pairs: Sequence[Pair]) -> int:
-    """The first iteration; where its line does not tell, as many are in it as lie before the next line."""
-    interval = pairs[1].iteration - pairs[0].iteration if len(pairs) > 1 else 1
-    return pairs[0].first or max(1, pairs[0].iteration - interval + 1)
-
-
 def root_mean_square(values: Iterable[float]) -> float:
     return math.sqrt(fmean(value * value for value in values))
 
@@ -131,7 +114,7 @@ def largest(values: Iterable[float]) -> float:
 
 
 def of_each(
-    pairs: Pairs, size: Callable[[Pair], float], fold: Callable[[Iterable[float]], float],
+    pairs: Pairs, size: Callable[[Pair], float], fold: Fold,
     first: int = 0, last: int = cli.BILLION, reach: float = math.inf,
 ) -> Values:  # fmt: skip
     """Each run's sizes over these iterations, folded, of the runs that have some.
@@ -148,39 +131,12 @@ def of_each(
 
 
 def blocks(start: int, end: int, shortest: int = 10) -> list[tuple[int, int]]:
-    """First and last iteration of each."""
-    ends = [0, *(at for at in ENDS if at >= shortest)]
-    return [(start + a, min(start + b - 1, end)) for a, b in pairwise(ends) if start + a <= end]
+    """First and last iteration of each; they end at 1, 2, 3, 5, 10, 20, ..., from the ``shortest`` on."""
+    ends = [at for power in range(10) for digit in (1, 2, 3, 5) if (at := digit * 10**power) >= shortest]
+    return [(start + a, min(start + b - 1, end)) for a, b in pairwise([0, *ends]) if start + a <= end]
 
 
 # --- what is judged ----------------------------------------------------------------------------
-
-
-@dataclass
-class Figure:
-    """A number of each run, over the seeds one of each name, and its bound."""
-
-    curve: str
-    part: str
-    values: Values
-    over_seeds: Callable[[Iterable[float]], float]
-    bound: float  # nan: not known, for there is no noise
-
-    @property
-    def what(self) -> str:
-        return f"{self.curve}, {self.part}"
-
-    @property
-    def is_block(self) -> bool:
-        return self.part.startswith("iterations ")
-
-    def over(self, name: str) -> float:
-        return self.over_seeds(self.values[name].values())
-
-    def is_within(self, name: str) -> bool:
-        """Without a bound: whether it is finite."""
-        sizes = [abs(self.over(name)), *(abs(value) / ONE_SEED for value in self.values[name].values())]
-        return all(math.isfinite(size) and not size > self.bound for size in sizes)
 
 
 @dataclass
@@ -196,36 +152,38 @@ class Comparison:
     runs: Runs = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     pairs: dict[str, Pairs] = field(default_factory=dict)  # by curve; the first is the training's loss
+    loss: str = ""  # the training's, and its pairs
+    main: Pairs = field(default_factory=dict)
     start: int = 1  # the first iteration that is compared
     problems: list[str] = field(default_factory=list)
-    figures: list[Figure] = field(default_factory=list)
+    #: By curve and part of it: a row of the result for each name, of the judged first.
+    rows: dict[tuple[str, str], list[Row]] = field(default_factory=dict)
 
     def of_folder(self, folder: Path) -> Comparison:
         """Of the runs FOLDER/NAME-SEED that reach the last iteration.
 
         Raises UsageError where one of the names has none that can be paired.
         """
-        found, runs, notes = list[tuple[str, int, Record]](), Runs({self.reference: {}}), list[str]()
+        found, runs = list[tuple[str, int, Record]](), Runs({self.reference: {}})
         for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-            if match := _NAME_SEED.fullmatch(path.name):
+            if match := re.fullmatch(r"(.+)-(\d+)(?:\.log)?", path.name):
                 try:
                     found.append((match[1], int(match[2]), read_run(path, path.name)))
                 except UsageError as error:
-                    notes.append(f"left out: {error}")
+                    self.notes.append(f"left out: {error}")
         last = max((run.iterations()[1] for _, _, run in found), default=0)
         for name, seed, run in found:
             if (end := run.iterations()[1]) < last:
-                notes.append(f"left out: {run.name} ends at iteration {end}")
+                self.notes.append(f"left out: {run.name} ends at iteration {end}")
             elif seed in runs.setdefault(name, {}):
-                notes.append(f"left out: {run.name}, one more of its name and seed")
+                self.notes.append(f"left out: {run.name}, one more of its name and seed")
             else:
                 runs[name][seed] = run
-        return self.of(runs, notes)
+        return self.of(runs)
 
-    def of(self, runs: Runs, notes: Iterable[str] = ()) -> Comparison:
+    def of(self, runs: Runs) -> Comparison:
         """Raises UsageError where a name has no run with the iterations of the reference's of its seed."""
         self.runs, skipped = runs, Values()
-        self.notes += notes
         for name, seed, run in [(name, seed, run) for name, of in runs.items() for seed, run in of.items()]:
             if run.restarts:
                 again = ", ".join(map(str, run.restarts[:5]))
@@ -235,22 +193,27 @@ class Comparison:
                 continue
             self._pair(name, seed, run, beside)
             if run.kind == beside.kind == "log":  # TensorBoard tells of no skipped step
-                skipped.setdefault(name, {})[seed] = _skips(beside, run)
+                (a, b), (c, d) = beside.iterations(), run.iterations()
+                lines = {line for line, _ in beside.skipped.items() ^ run.skipped.items()}
+                skipped.setdefault(name, {})[seed] = sum(max(a, c) <= line <= min(b, d) for line in lines)
         order = sorted(self.pairs, key=lambda curve: (" loss " in curve, curve == GRAD_NORM))
         self.pairs = {curve: self.pairs[curve] for curve in order if self.judged in self.pairs[curve]}
+        self.loss, self.main = next(iter(self.pairs.items()), ("", {}))
         without = [name for name in (self.judged, *self.noise) if name not in self.main]
         if without and (self.by_seed or self.judged in without):
             why = f"no run NAME-SEED of {', '.join(without)} is beside {self.reference} of the same seed"
             raise UsageError("; ".join(["nothing to compare", *[why] * self.by_seed, *self.notes[:3]]))
         if not any(math.isfinite(x) for p in chain(*self.main[self.judged].values()) for x in p[2:4]):
             raise UsageError("nothing to compare: no loss is finite in either run")
-        self.start = min(map(start_of, self.main[self.judged].values()))
+        # Where a first line does not tell, as many iterations are in it as lie before the next line.
+        two = [(run[0], run[:2][-1].iteration) for run in self.main[self.judged].values()]
+        self.start = min(a.first or max(1, a.iteration - max(1, at - a.iteration) + 1) for a, at in two)
         of_pair = [run for name in (self.reference, self.judged) for run in runs[name].values()]
         for curve in self.pairs:
             self._judge(curve, is_fp32={run.precision for run in of_pair} == {"float32"})
         if self.judged in skipped:
-            bound = self.bound(losses.YARDSTICK_FACTOR, 0.0, skipped, otherwise=0.0)
-            self._add(Figure("skipped steps", "lines", skipped, root_mean_square, bound))
+            bound = self.bound(losses.YARDSTICK_FACTOR, 0.0, 0.0, skipped)
+            self.add("skipped steps", "lines", skipped, root_mean_square, bound)
         return self
 
     def _pair(self, name: str, seed: int, run: Record, beside: Record) -> None:
@@ -269,16 +232,13 @@ class Comparison:
             if pairs and (not self.by_seed or curve in (main, GRAD_NORM) or re.match("mtp|.* loss ", curve)):
                 self.pairs.setdefault(curve, {}).setdefault(name, {})[seed] = pairs
         is_judged = name == self.judged and run.kind == beside.kind  # TensorBoard has names of its own
-        for curve in beside.curves.keys() ^ run.curves.keys() if is_judged else ():
-            if self.by_seed or " loss " not in curve:
-                one = beside if curve in beside.curves else run
-                self.problems.append(f"only {one.name} logs {curve}")
+        for one, other in ((beside, run), (run, beside)) if is_judged else ():
+            alone = [c for c in one.curves if c not in other.curves and (self.by_seed or " loss " not in c)]
+            self.problems += [f"only {one.name} logs {curve}" for curve in alone]
 
-    def bound(self, times: float, least: float, *values: Values, otherwise: float = math.nan) -> float:
+    def bound(self, times: float, least: float, otherwise: float, *values: Values) -> float:
         """So many times the largest noise of these, at the least ``least``; ``otherwise`` without noise."""
-        each = [
-            [x for name in self.noise for x in of.get(name, {}).values() if x < math.inf] for of in values
-        ]
+        each = [[x for n in self.noise for x in of.get(n, {}).values() if x < math.inf] for of in values]
         known = [times * root_mean_square(of) for of in each if of]
         return max(least, *known) if known else otherwise
 
@@ -294,74 +254,74 @@ class Comparison:
             self.notes.append(f"{curve} is nan in both runs on {len(lost)} lines, from {min(lost)} on")
         worst = max(mine, key=lambda pair: abs(pair.relative()))
         at = f"all (largest at iteration {worst.iteration})" if worst.relative() else "all"
-        every, bound = of_each(pairs, Pair.relative, largest), math.inf
-        if is_validation := self.by_seed and " loss " in curve:
-            bound = self.bound(twice, DRIFT, every, otherwise=DRIFT)
-        self._add(Figure(curve, at, every, max, bound))
+        every, is_validation = of_each(pairs, Pair.relative, largest), self.by_seed and " loss " in curve
+        self.add(curve, at, every, max, self.bound(twice, DRIFT, DRIFT, every) if is_validation else math.inf)
         if is_validation:
             return
-        runs = [run for name in (self.judged, *self.noise) for run in pairs.get(name, {}).values()]
-        known = [
-            (abs(pair.reference), pair.tolerance)
-            for pair in chain(*runs)
-            if 0 < abs(pair.reference) < math.inf
-        ]
-        # What printed digits can tell: of losses seven, of norms, as a ratio, those behind the point.
-        if is_norm:
-            ratios = [tolerance / size for size, tolerance in known]
-            digits = max(losses.GRAD_NORM_RESOLUTION, median_low(ratios or [0.0]))
-        else:
-            digits = losses.LOSS_RESOLUTION * max((x for x, _ in known), default=0.0)
         begin, end = (pick(pair.iteration for pair in mine) for pick in (min, max))
+        size: Callable[[Pair], float] = Pair.relative
+        fold, fixed, parts = largest, self.first_bounds[is_norm], list[tuple[int, int]]()
+        usual = losses.FIRST_BOUNDS[is_norm][is_fp32]
+        # Bounds at the least, and without noise.
+        of_last, of_first = (DRIFT, DRIFT), (usual if is_norm else losses.LOSS_RESOLUTION, usual)
+        if self.by_seed:
+            size, fold = partial(Pair.apart, is_norm=is_norm), root_mean_square
+            parts = blocks(self.start, end)
+            runs = [run for name in (self.judged, *self.noise) for run in pairs.get(name, {}).values()]
+            known = [pair for pair in chain(*runs) if 0 < abs(pair.reference) < math.inf]
+            # What printed digits can tell: of losses seven, of norms, as a ratio, those behind the point.
+            digits = losses.LOSS_RESOLUTION * max((abs(pair.reference) for pair in known), default=0.0)
+            if is_norm:
+                ratios = [pair.tolerance / abs(pair.reference) for pair in known]
+                digits = max(losses.GRAD_NORM_RESOLUTION, median_low(ratios or [0.0]))
+            of_last = of_first = digits, math.nan
+            # A mean over more iterations is nearer to another than they are.
+            steps = {median_low([b.iteration - a.iteration for a, b in pairwise(run)] or [0]) for run in runs}
+            fixed = None if len(steps) == 1 else math.nan
         if not is_norm:
             # Means of few seeds can be near 0 by chance; those of the iterations before seldom are, too.
-            size = Pair.apart if self.by_seed else Pair.relative
             last, before = (of_each(pairs, size, fmean, at - LAST + 1, at) for at in (end, end - LAST))
-            least, otherwise = (digits, math.nan) if self.by_seed else (DRIFT, DRIFT)
-            bound = self.bound(twice, least, last, before, otherwise=otherwise)
-            self._add(Figure(curve, f"last {LAST}", last, fmean, bound))
-        part, early = f"first {self.first}", (begin, self.start + self.first - 1, self.first / 2)
-        if not self.by_seed:
-            first = of_each(pairs, Pair.relative, largest, *early)
-            usual, given = FIXED[is_norm][is_fp32], self.first_bounds[is_norm]
-            bound = self.bound(twice, usual if is_norm else losses.LOSS_RESOLUTION, first, otherwise=usual)
-            self._add(Figure(curve, part, first, max, bound if given is None else given))
-            return
-        # A mean over more iterations is nearer to another than they are.
-        steps = {median_low([b.iteration - a.iteration for a, b in pairwise(run)] or [0]) for run in runs}
-        parts, apart = blocks(self.start, end), partial(Pair.apart, is_norm=is_norm)
-        windows = [of_each(pairs, apart, root_mean_square, *block) for block in parts]
-        figures = [(part, of_each(pairs, apart, root_mean_square, *early))]
-        figures += [(f"iterations {a} to {b}", of) for (a, b), of in zip(parts, windows, strict=True)]
-        for so_many, (part, of) in enumerate(figures, 1):
+            self.add(curve, f"last {LAST}", last, fmean, self.bound(twice, *of_last, last, before))
+        found = [of_each(pairs, size, fold, begin, self.start + self.first - 1, self.first / 2)]
+        found += [of_each(pairs, size, fold, *part) for part in parts]
+        names = f"first {self.first}", *(f"iterations {a} to {b}" for a, b in parts)
+        for so_many, (name, of) in enumerate(zip(names, found, strict=True)):
             # Of a block by the largest noise of this one, an earlier one or the next.
-            times, near = (IN_BLOCK, windows[:so_many]) if so_many > 1 else (twice, [of])
-            bound = self.bound(times, digits, *near) if len(steps) == 1 else math.nan
-            self._add(Figure(curve, part, of, root_mean_square, bound))
+            times, near = (IN_BLOCK, found[1 : so_many + 2]) if so_many else (twice, [of])
+            bound = self.bound(times, *of_first, *near) if fixed is None else fixed
+            self.add(curve, name, of, fold, bound)
 
-    def _add(self, figure: Figure) -> None:
-        bound, is_there = figure.bound, self.judged in figure.values
-        if is_there:
-            self.figures.append(figure)
-            if not figure.is_within(self.judged):
-                over = figure.over(self.judged)
-                self.problems.append(f"{figure.what} differs: {over:+.1e}, bound {bound:.1e}")
-        is_fixed = self.noise and bound < math.inf and figure.values.keys().isdisjoint(self.noise)
-        if not figure.is_block and (is_fixed or math.isnan(bound) or not is_there):
+    def add(self, curve: str, part: str, values: Values, over_seeds: Fold, bound: float) -> None:
+        """Of a number of each run one over the seeds of each name; ``bound`` nan: not known without noise."""
+        what, how = f"{curve}, {part}", ", paired by seed with" if self.by_seed else " against"
+        is_there, names = self.judged in values, dict.fromkeys([self.judged, *self.noise, *sorted(self.runs)])
+        for name in [name for name in names if is_there and name in values]:
+            seeds, differences = zip(*sorted(values[name].items()), strict=True)
+            over = over_seeds(differences)
+            sizes = [abs(over), *(abs(difference) / ONE_SEED for difference in differences)]
+            # Without a bound, which is nan, it is finite.
+            is_within = all(math.isfinite(size) and not size > bound for size in sizes)
+            row: Row = {"shape": f"{what}{how} {self.reference}", "variant": name, "seeds": seeds}
+            row |= {"differences": differences, "over_seeds": over, "bound": bound, "within": is_within}
+            if self.by_seed and part.startswith(("last ", "first ")):
+                run = {name: self.pairs[curve][name]}
+                ends = blocks(self.start, max(pairs[-1].iteration for pairs in run[name].values()), 1)
+                by = {b: of_each(run, Pair.apart, root_mean_square, a, b) for a, b in ends}
+                row["on_the_way"] = [(b, root_mean_square(of[name].values())) for b, of in by.items() if of]
+            self.rows.setdefault((curve, part), []).append(row)
+            if name == self.judged and not is_within:
+                self.problems.append(f"{what} differs: {over:+.1e}, bound {bound:.1e}")
+        is_fixed = self.noise and bound < math.inf and values.keys().isdisjoint(self.noise)
+        if not part.startswith("iterations ") and (is_fixed or math.isnan(bound) or not is_there):
             how = "a fixed bound" if is_there and bound < math.inf else "not judged"
             why = "since not all runs have such lines; --log-interval 1 would tell more"
-            self.notes.append(f"{figure.what}: {how}, {why}")
-
-    @property
-    def main(self) -> Pairs:
-        return next(iter(self.pairs.values()), {})
+            self.notes.append(f"{what}: {how}, {why}")
 
     @property
     def verdict(self) -> str:
         seeds, *others = (len(self.main.get(name, {})) for name in (self.judged, *self.noise))
         # The last iterations alone miss most errors.
-        first = f"{next(iter(self.pairs))}, first"
-        told = any(figure.what.startswith(first) and figure.bound >= 0 for figure in self.figures)
+        told = any(row["bound"] >= 0 for row in self.rows.get((self.loss, f"first {self.first}"), ()))
         if self.by_seed and min(seeds, sum(others)) < FEWEST_SEEDS:
             return "INCONCLUSIVE"
         return "DIFFERENT" if self.problems else "SAME" if told or not self.by_seed else "INCONCLUSIVE"
@@ -369,56 +329,33 @@ class Comparison:
     @property
     def looked_at(self) -> str:
         of = self.main[self.judged]
-        curves = dict.fromkeys(figure.curve for figure in self.figures if not math.isnan(figure.bound))
+        curves = dict.fromkeys(curve for (curve, _), (row, *_) in self.rows.items() if row["bound"] >= 0)
         end, seeds = max(run[-1].iteration for run in of.values()), ", ".join(map(str, of))
         lines = f"on {min(map(len, of.values()))} lines or more" + f"; seeds {seeds}" * self.by_seed
         return f"looked at: {', '.join(curves)}; iterations {self.start} to {end}, {lines}"
-
-    def on_the_way(self, curve: str, name: str) -> list[tuple[int, float]]:
-        """Last iteration of each block, from the first on, and the distance in it."""
-        of = {name: self.pairs[curve][name]}
-        end = max(run[-1].iteration for run in of[name].values())
-        found = [(b, of_each(of, Pair.apart, root_mean_square, a, b)) for a, b in blocks(self.start, end, 1)]
-        return [(end, root_mean_square(sizes[name].values())) for end, sizes in found if sizes]
-
-
-def _skips(*runs: Record) -> int:
-    """In how many lines of both the two skipped different numbers of steps."""
-    (a, b), (c, d) = (run.iterations() for run in runs)
-    lines = {line for run in runs for line in run.skipped if max(a, c) <= line <= min(b, d)}
-    return sum(len({run.skipped.get(line, 0) for run in runs}) > 1 for line in lines)
 
 
 # --- what is written ---------------------------------------------------------------------------
 
 
-def report(found: Comparison, out: Path, source: Row, console: Console, caption: str = "") -> int:
+def report(found: Comparison, out: Path, source: Row, tell: Callable[..., None], caption: str = "") -> int:
     """Prints the table and the verdict, writes picture and figures; the exit status."""
-    rows, names = list[Row](), dict.fromkeys([found.judged, *found.noise, *sorted(found.runs)])
-    how = ", paired by seed with" if found.by_seed else " against"
     head = ["", "over the seeds", "of each seed"] if found.by_seed else ["", "difference"]
     table = tables.terminal(f"minus {found.reference}; red: outside the bound", head)
-    for figure in found.figures:
-        is_shown = not figure.is_block or not figure.is_within(found.judged)
-        if is_shown:
-            bound = f"bound {figure.bound:.1e}" if math.isfinite(figure.bound) else ""
-            table.add_row(figure.what, bound, style="bold")
-        for name in (name for name in names if name in figure.values):
-            seeds, differences = zip(*sorted(figure.values[name].items()), strict=True)
-            row: Row = {"shape": f"{figure.what}{how} {found.reference}", "variant": name, "seeds": seeds}
-            row |= {"differences": differences, "over_seeds": figure.over(name), "bound": figure.bound}
-            row |= {"within": figure.is_within(name)}
-            if found.by_seed and figure.part.startswith(("last ", "first ")):
-                row["on_the_way"] = found.on_the_way(figure.curve, name)
-            rows.append(row)
-            if is_shown:
-                cells = f"  {name}", f"{figure.over(name):+.1e}", " ".join(f"{x:+.1e}" for x in differences)
-                table.add_row(*cells[: len(head)], style="" if row["within"] else "red")
-    console.print(table)
+    for (curve, part), rows in found.rows.items():
+        if part.startswith("iterations ") and rows[0]["within"]:
+            continue
+        bound = f"bound {rows[0]['bound']:.1e}" if math.isfinite(rows[0]["bound"]) else ""
+        table.add_row(f"{curve}, {part}", bound, style="bold")
+        for row in rows:
+            each = " ".join(f"{difference:+.1e}" for difference in row["differences"])
+            cells = f"  {row['variant']}", f"{row['over_seeds']:+.1e}", each
+            table.add_row(*cells[: len(head)], style="" if row["within"] else "red")
+    tell(table)
     facts: Row = {"verdict": found.verdict, "problems": found.problems, "notes": found.notes}
     facts |= {"judged": found.judged, "noise": found.noise, "caption": caption, "looked_at": found.looked_at}
     facts["runs"] = {run.name: run.facts for of in found.runs.values() for run in of.values()}
-    results.write(out / "compare_loss.json", rows, source | facts)
+    results.write(out / "compare_loss.json", [*chain(*found.rows.values())], source | facts)
     lines = [*(f"note: {note}" for note in found.notes), *(f"[red]{p}[/red]" for p in found.problems)]
     if pictures.pyplot() is None:
         lines.append("no picture: matplotlib is not installed")
@@ -428,31 +365,30 @@ def report(found: Comparison, out: Path, source: Row, console: Console, caption:
         draw_pair(found, out / "compare_loss.png")
     colour = "green" if found.verdict == "SAME" else "red"
     lines += [f"{out}: compare_loss.json", found.looked_at, f"[{colour}]{found.verdict}[/{colour}]"]
-    console.print("\n".join(lines), soft_wrap=True)
+    tell("\n".join(lines), soft_wrap=True)
     return STATUS[found.verdict]
 
 
 def draw_pair(found: Comparison, path: Path) -> None:
     """The heads' losses over each other (those of routers have another scale), and all differences."""
-    plt, loss = pictures.pyplot(), next(iter(found.pairs))
+    plt = pictures.pyplot()
     figure, (above, below) = plt.subplots(2, sharex=True, figsize=(8, 7.2), layout="constrained")
-    grey = {"color": "#737373", "ls": ":", "label": f"{loss} of the noise run"}
-    drawn = [(found.main[name][0], grey) for name in found.noise if name in found.main]
+    grey = {"color": "#737373", "ls": ":", "label": f"{found.loss} of the noise run"}
+    drawn = [(name, found.loss, grey) for name in found.noise if name in found.main]
     curves = [curve for curve in found.pairs if curve != GRAD_NORM]
-    for curve, colour in zip(curves, cycle(plt.get_cmap("tab10").colors), strict=False):
-        drawn.append((pairs := found.pairs[curve][found.judged][0], {"color": colour, "label": curve}))
-        if " loss" in curve or len(curves) == 1:
-            at, few = [pair.iteration for pair in pairs], "o" if len(pairs) < 12 else ""
+    drawn += [(found.judged, curve, {"color": f"C{at}", "label": curve}) for at, curve in enumerate(curves)]
+    for name, curve, style in drawn:
+        pairs, colour = found.pairs[curve][name][0], style["color"]
+        at, few = [pair.iteration for pair in pairs], "o" if len(pairs) < 12 else ""
+        if name == found.judged and (" loss" in curve or len(curves) == 1):
             wide = {"color": colour, "marker": few, "lw": 5, "ms": 9, "alpha": 0.35}
             above.plot(at, [pair.reference for pair in pairs], **wide)
             above.plot(at, [pair.other for pair in pairs], color=colour, marker=few, lw=1.3, ms=3)
-    for pairs, style in drawn:  # A log axis has no zero: where there is no difference, there is a gap.
-        sizes = [abs(pair.relative()) or math.nan for pair in pairs]
-        below.plot([pair.iteration for pair in pairs], sizes, lw=1, marker=".", ms=4, **style)
+        # A log axis has no zero: where there is no difference, there is a gap.
+        below.plot(at, [abs(pair.relative()) or math.nan for pair in pairs], lw=1, marker=".", ms=4, **style)
     below.set(yscale="log", xlabel="iteration", ylabel="relative difference")
     above.set_ylabel("loss")
-    names = f"{found.judged} (thin) against {found.reference} (wide)"
-    figure.suptitle(f"{names}: {found.verdict}", fontsize=10)
+    figure.suptitle(f"{found.judged} (thin) against {found.reference} (wide): {found.verdict}", fontsize=10)
     figure.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
     _save_plain(figure, path)
 
@@ -470,7 +406,7 @@ def draw_series(content: dict[str, Any], path: Path) -> None:
     size, widths = (5 + 2.2 * len(shown), 2.4 + 0.26 * len(last)), [1.7] + [1] * len(shown)
     how = {"figsize": size, "layout": "constrained", "width_ratios": widths}
     figure, (left, *panels) = plt.subplots(1, len(widths), **how)
-    colours = {name: plt.get_cmap("tab10")(at % 10) for at, name in enumerate(last)}
+    colours = {name: f"C{at}" for at, name in enumerate(last)}
     for name, row in last.items():
         # A log axis has no zero, a result file no nan but its word.
         points = [(end, float(size) or math.nan) for end, size in row["on_the_way"]]
@@ -481,10 +417,10 @@ def draw_series(content: dict[str, Any], path: Path) -> None:
     for axes, (what, rows) in zip(panels, shown.items(), strict=True):
         bound = float(next(iter(rows.values()))["bound"])
         for at, name in ((at, name) for at, name in enumerate(last) if name in rows):
-            row, of = rows[name], {"color": colours[name]}
-            each = [max(abs(float(value)) / bound, 1e-2) for value in row["differences"]]
-            axes.plot(each, [at] * len(each), "o", ms=4, alpha=0.5, **of)
-            axes.plot([abs(float(row["over_seeds"])) / bound], [at], "|", ms=14, mew=2, **of)
+            each = [max(abs(float(value)) / bound, 1e-2) for value in rows[name]["differences"]]
+            axes.plot(each, [at] * len(each), "o", ms=4, alpha=0.5, color=colours[name])
+            over = abs(float(rows[name]["over_seeds"])) / bound
+            axes.plot([over], [at], "|", ms=14, mew=2, color=colours[name])
         axes.axvline(1, color="black", ls="--", lw=1)
         axes.set(xscale="log", ylim=(len(last) - 0.5, -0.5))
         axes.set_title(f"{what}\nbound {bound:.1e}", fontsize=8)
@@ -494,15 +430,13 @@ def draw_series(content: dict[str, Any], path: Path) -> None:
         label.set_color(colour)
     figure.suptitle(f"{facts['judged']} against {reference}, by seed: {facts['verdict']}", fontsize=10)
     left_is = "Left: colours as the names' at the right; zeros are not drawn."
-    right_is = "Right: a dot a seed, without sign; a bar over the seeds."
-    below = textwrap.fill(f"{left_is} {right_is} {facts['caption']}", 150)
-    figure.supxlabel(below, fontsize=7, color="#525252")
+    below = f"{left_is} Right: a dot a seed, without sign; a bar over the seeds. {facts['caption']}"
+    figure.supxlabel(textwrap.fill(below, 150), fontsize=7, color="#525252")
     _save_plain(figure, path)
 
 
 def _save_plain(figure: Any, path: Path) -> None:
     for axes in figure.axes:
-        axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
         axes.tick_params(labelsize=8)
     pictures.save(figure, path)
@@ -511,21 +445,17 @@ def _save_plain(figure: Any, path: Path) -> None:
 # --- command line ------------------------------------------------------------------------------
 
 
-def _launch_all(given: argparse.Namespace, words: Sequence[str]) -> None:
-    """Run the launches; then their folders are given, as if the user had."""
-    if given.runs or given.against_noise:
-        raise UsageError("--launch makes the runs itself: give the command after --, and no run")
+def _launch_all(given: argparse.Namespace, words: Sequence[str]) -> list[str]:
+    """Run the launches; the runs, as if the user had given them."""
     command = Command.of(words)
     lines = {"off": command.off(), "on": command.on()}
     if given.noise or given.seeds:
         lines["noise"] = command.other_stock()
-    for seed in given.seeds or [None]:
-        for name, line in lines.items():
-            end, seeded = ("", []) if seed is None else (f"-{seed}", ["--seed", str(seed)])
-            launch([*line, *seeded], given.out / f"{name}{end}", given.timeout, f"{name}{end}")
+    for seed, (name, line) in product(given.seeds or [None], lines.items()):
+        run, seeded = (f"{name}-{seed}", ["--seed", str(seed)]) if seed else (name, [])
+        launch([*line, *seeded], given.out / run, given.timeout, run)
     given.paired = given.out if given.seeds else None
-    off, on, *given.against_noise = lines if given.seeds else [given.out / name for name in lines]
-    given.runs = [off, on]
+    return [name if given.seeds else str(given.out / name) for name in lines]
 
 
 @cli.command("compare")
@@ -548,10 +478,12 @@ def main(words: list[str]) -> int:
     from rich.console import Console
 
     cli.writable_folder(given.out)
-    if given.launch:
-        _launch_all(given, launched)
     every = [*given.runs, *given.against_noise]
-    if len(given.runs) != 2 or (len(every) < 3 if given.paired else len(every) > 3):
+    if given.launch:
+        if every:
+            raise UsageError("--launch makes the runs itself: give the command after --, and no run")
+        every = _launch_all(given, launched)
+    elif len(given.runs) != 2 or (len(every) < 3 if given.paired else len(every) > 3):
         pairs = "with --paired two names, and others by --against-noise; or --launch -- COMMAND"
         raise UsageError(f"give two runs, and at most one by --against-noise; {pairs}")
     paths = [Path(run).resolve() for run in every]
@@ -559,13 +491,12 @@ def main(words: list[str]) -> int:
         raise UsageError("a run is given twice: it is no noise of itself, and no other run")
     # One pair's by their names below what they share.
     shared = commonpath([path.parent for path in paths])
-    off, on, *noise = every if given.paired else [relpath(path, shared) for path in paths]
+    names = every if given.paired else [relpath(path, shared) for path in paths]
     bounds = given.first_bound, given.first_grad_norm_bound
-    found = Comparison(off, on, noise, given.paired is not None, given.first, bounds)
+    found = Comparison(names[0], names[1], names[2:], bool(given.paired), given.first, bounds)
     if given.paired:
         found.of_folder(given.paired)
     else:
-        runs = zip((off, on, *noise), paths, strict=False)
-        found.of({name: {0: read_run(path, name)} for name, path in runs})
+        found.of({name: {0: read_run(path, name)} for name, path in zip(names, paths, strict=True)})
     source = results.made_by(results.device_name() if given.launch else "", ["compare", *words])
-    return report(found, given.out, source, Console(highlight=False))
+    return report(found, given.out, source, Console(highlight=False).print)

@@ -15,7 +15,6 @@ a snapshot of each launch to --out: a pickle, open only your own. Exit status: 0
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import time
@@ -44,7 +43,6 @@ VISIBLE = 1 / 60
 NUM_COLUMNS = 1200  # of the picture, about a pixel each
 #: Most events of one step: far above a step of 64 micro-batches of 80 layers.
 MOST_EVENTS = 2_000_000
-
 Frame = dict[str, Any]  # filename, name, line
 #: category, pattern of the file, pattern of the function. The innermost frame that fits decides.
 _RULES = (
@@ -64,8 +62,6 @@ _RULES = (
     (LAYERS, r"transformer_engine/", ".*"),
 )
 _BUILDS_MODEL = re.compile(r"get_model|build_model|model_provider|\w+_builder")
-#: Megatron's own linear layer: the output layer's, and every layer's where Transformer Engine has none.
-_LINEAR = re.compile(r"megatron/core/tensor_parallel/layers\.py")
 _EITHER = "output layer's or a local layer's"
 #: Calls autograd's engine. On GPUs its own thread runs the backward, with no Python frame below.
 _ENGINE = re.compile(r"_engine_run_backward|custom_backward")
@@ -94,7 +90,9 @@ def category_of(frames: Sequence[Frame]) -> str:
 
 
 def _has_linear(frames: Sequence[Frame], function: str) -> bool:
-    return any(frame["name"] == function and _LINEAR.search(frame["filename"]) for frame in frames)
+    """Of Megatron's own linear layer: the output layer's, and every layer's without Transformer Engine."""
+    file = "megatron/core/tensor_parallel/layers.py"
+    return any(frame["name"] == function and file in frame["filename"] for frame in frames)
 
 
 # --- bytes over time -----------------------------------------------------------------------------
@@ -143,9 +141,8 @@ class Timeline:
 
 def _live_blocks(snapshot: dict[str, Any], device: int) -> list[dict[str, Any]]:
     """Of what tensors hold."""
-    here = (segment for segment in snapshot["segments"] if segment.get("device", 0) == device)
-    blocks = (block for segment in here for block in segment["blocks"])
-    return [block for block in blocks if block["state"] == "active_allocated"]
+    here = [segment["blocks"] for segment in snapshot["segments"] if segment.get("device", 0) == device]
+    return [block for blocks in here for block in blocks if block["state"] == "active_allocated"]
 
 
 def timeline_of(
@@ -208,13 +205,12 @@ class Recording:
         self._before = self._cuda.memory._snapshot()
         self._cuda.reset_peak_memory_stats()
         self.marks: list[tuple[int, str]] = []
-        self._begin_us = now_us()
-        of_step: dict[str, Any] = {"max_entries": MOST_EVENTS, "clear_history": True}
-        self._cuda.memory._record_memory_history("all", context="alloc", stacks="python", **of_step)
+        self._begin_us = time.time_ns() // 1000  # on the clock of the allocator's trace
+        self._cuda.memory._record_memory_history("all", "alloc", "python", MOST_EVENTS, clear_history=True)
 
     def mark(self, what: str) -> None:
         """``what`` begins now."""
-        self.marks.append((now_us() - self._begin_us, what))
+        self.marks.append((time.time_ns() // 1000 - self._begin_us, what))
 
     def end(self, name: str, num_logits: int) -> tuple[Timeline, dict[str, Any]]:
         """The step is over: its timeline, and torch's snapshot, a pickle that nothing here reads."""
@@ -226,11 +222,6 @@ class Recording:
         timeline.marks, timeline.allocator_peak_bytes = self.marks, peak
         timeline.facts = {"device": self._cuda.get_device_name()}  # versions: the result file's
         return timeline, snapshot
-
-
-def now_us() -> int:
-    """On the clock of the allocator's trace."""
-    return time.time_ns() // 1000
 
 
 def write(timelines: Sequence[Timeline], path: Path, command: Sequence[str]) -> None:
@@ -256,8 +247,7 @@ def read(path: Path) -> list[Timeline]:
         if not rows or not {*names}.union(*(row.base for row in rows)) <= set(COLOURS):
             raise ValueError("no timeline in it, or a category is not known")
     except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
-        what = f"{type(error).__name__}: {error}"
-        raise UsageError(f"{path} is no result of this command: {what}") from None
+        raise UsageError(f"{path} is no result of this command: {type(error).__name__}: {error}") from None
     return rows
 
 
@@ -294,20 +284,15 @@ def draw(timelines: Sequence[Timeline], path: Path) -> bool:
     num, facts, peaks = len(timelines), timelines[0].facts, [timeline.peak() for timeline in timelines]
     shared: dict[str, Any] = {"sharex": True, "sharey": True, "squeeze": False, "layout": "constrained"}
     figure, panels = plt.subplots(num, 1, figsize=(9, 1.2 + 2.6 * num), **shared)
-    highest = max(size for size, _, _ in peaks)
+    highest, columns = max(size for size, _, _ in peaks), [timeline.columns() for timeline in timelines]
     unit, scale = ("GiB", MIB * 1024) if highest > 4096 * MIB else ("MiB", MIB)
-    largest = dict.fromkeys(COLOURS, 0)
-    for axes, timeline, (size, at, at_peak) in zip(panels[:, 0], timelines, peaks, strict=True):
-        columns = timeline.columns()
-        largest = {name: max(largest[name], *(column[name] for column in columns)) for name in COLOURS}
-        # In no unit of time: a step whose kernels are waited for is slower than one in training.
-        times = [100 * i / NUM_COLUMNS for i in range(NUM_COLUMNS + 1)]
-        plain: dict[str, Any] = {"step": "post", "linewidth": 0, "antialiased": False}
-        below = [0.0] * len(times)
-        for name in (name for name in COLOURS if any(column[name] for column in columns)):
-            above = [low + column[name] / scale for low, column in zip(below, columns, strict=True)]
-            axes.fill_between(times, below, above, color=COLOURS[name], **plain)
-            below = above
+    # In no unit of time: a step whose kernels are waited for is slower than one in training.
+    times = [100 * i / NUM_COLUMNS for i in range(NUM_COLUMNS + 1)]
+    plain: dict[str, Any] = {"step": "post", "linewidth": 0, "antialiased": False}
+    for axes, timeline, of, (size, at, at_peak) in zip(panels[:, 0], timelines, columns, peaks, strict=True):
+        stack = {name: [c[name] / scale for c in of] for name in COLOURS if any(c[name] for c in of)}
+        for fill in axes.stackplot(times, [*stack.values()], colors=[COLOURS[n] for n in stack], **plain):
+            fill.set_edgecolor("face")
         axes.axhline(size / scale, color="black", lw=0.8, ls=":")
         text = f"{timeline.name}: peak {size / scale:.2f} {unit}, of it head {at_peak[HEAD] / scale:.2f}"
         axes.text(0.005, 0.985, text, transform=axes.transAxes, ha="left", va="top", fontsize=9)
@@ -317,33 +302,17 @@ def draw(timelines: Sequence[Timeline], path: Path) -> bool:
             when_is = when * 100 / timeline.length_us
             axes.axvline(when_is, ymax=0.9, color="black", lw=0.5, alpha=0.5)
             axes.annotate(what, (when_is, 0.885), fontsize=7, va="top", **beside)
-        axes.spines[["top", "right"]].set_visible(False)
         axes.set(xlim=(0, 100), ylim=(0, 1.22 * highest / scale), ylabel=unit)
     clock = "device time; each kernel is waited for" if facts.get("waits_for_kernels") else "host time"
     panels[-1, 0].set_xlabel(f"% of the step ({clock})")
     about = [facts[name] for name in ("what", "device") if facts.get(name)]
     figure.suptitle(": ".join(["Memory of one step", ", ".join(about)]), fontsize=10)
+    largest = {name: max(column[name] for of in columns for column in of) for name in COLOURS}
     shown = [name for name in reversed(COLOURS) if largest[name] >= max(VISIBLE * highest, 1)]
     patches = [plt.Rectangle((0, 0), 1, 1, color=COLOURS[name], label=name) for name in shown]
     figure.legend(handles=patches, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
     pictures.save(figure, path)
     return True
-
-
-def of_launches(given: argparse.Namespace, words: Sequence[str]) -> list[Timeline]:
-    """The same launch with the flag off and on."""
-    asked, timelines = Command.of(words), list[Timeline]()
-    for name, flag in (("flag off", False), ("flag on", True)):
-        folder = given.out.resolve() / name.replace(" ", "-")
-        line = asked.through("--memory", str(folder), str(given.step), str(given.rank), flag=flag)
-        launch(line, folder, given.timeout, name)
-        if not (folder / TIMELINE).is_file():
-            raise UsageError(f"the launch ended before step {given.step}: raise --train-iters")
-        (timeline,) = read(folder / TIMELINE)
-        timeline.name = name
-        timeline.facts["what"] = f"{Path(asked.script[0]).name}, step {given.step}"
-        timelines.append(timeline)
-    return timelines
 
 
 @cli.command("memory")
@@ -366,7 +335,16 @@ def main(words: list[str]) -> int:
     else:
         cli.require_gpus("--draw FILE draws a profile that was made elsewhere")
         os.environ.setdefault("CUDA_LAUNCH_BLOCKING", "1")
-        timelines = of_launches(given, launched)
+        asked, timelines = Command.of(launched), []
+        for name, flag in (("flag off", False), ("flag on", True)):
+            folder = given.out.resolve() / name.replace(" ", "-")
+            line = asked.through("--memory", str(folder), str(given.step), str(given.rank), flag=flag)
+            launch(line, folder, given.timeout, name)
+            if not (folder / TIMELINE).is_file():
+                raise UsageError(f"the launch ended before step {given.step}: raise --train-iters")
+            timelines += read(folder / TIMELINE)
+            timelines[-1].name = name
+            timelines[-1].facts["what"] = f"{Path(asked.script[0]).name}, step {given.step}"
         write(timelines, given.out / "memory_profile.json", ["memory", *words])
     report(timelines, given.out)
     return 0

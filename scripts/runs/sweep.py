@@ -256,7 +256,7 @@ def of_launches(given: argparse.Namespace, rows: list[Row], source: results.Row)
             logged[row.name] = figures
             row = replace(row, time_ms=time_ms, spread=spread, peak_mib=figures.max_allocated_mb)
         found.append(replace(row, status=status))
-    bound = losses.LOSS_BOUND if {"--bf16", "--fp16"} & {*case.args} else losses.FP32_LOSS_BOUND
+    bound = losses.FIRST_BOUNDS[0][{"--bf16", "--fp16"}.isdisjoint(case.args)]
     if {*STOCK} <= logged.keys():
         noise = losses.loss_difference(logged[YARDSTICK], logged[REFERENCE])
         bound = max(bound, losses.YARDSTICK_FACTOR * noise)
