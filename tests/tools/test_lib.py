@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import math
 import types
-from pathlib import Path
 
 import pytest
 
 from megatron_fused_ce.cli.command_line import UsageError
 from megatron_fused_ce.scripts.lib import logs, results, runner
 
-ROOT = Path(__file__).resolve().parents[2]
 ROW = {**dict.fromkeys(results.ROW), "shape": "llama-3-8b", "variant": "store", "time_ms": 1.5, "T": 64}
 
 
@@ -49,7 +47,7 @@ def test_each_defect_of_a_file_is_said(tmp_path):
 
 
 def test_committed_files_follow_the_schema():
-    for path in (ROOT / results.RESULTS).glob("*.json"):
+    for path in (results.REPOSITORY / results.RESULTS).glob("*.json"):
         results.read(path)
 
 
