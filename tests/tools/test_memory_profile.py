@@ -6,7 +6,6 @@ import glob
 import os
 import re
 import sys
-import types
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import pytest
 import torch
 
 from megatron_fused_ce.cli.command_line import UsageError
-from megatron_fused_ce.scripts.lib import launches, runner
+from megatron_fused_ce.scripts.lib import launches
 from megatron_fused_ce.scripts.runs import memory
 from tests.support.commands import run_here
 from tests.support.cpu_case import BASE_ARGS, NO_FUSED_WGRAD, UNTIED
@@ -176,12 +175,6 @@ def test_a_launch_is_made_off_and_on(no_gpu_asked_for, tmp_path, monkeypatch):
     assert off.peak(LAYERS)[0] == pytest.approx(on.peak(LAYERS)[0], rel=0.02)
 
 
-def test_logits_of_a_rank():
-    sizes = {"seq_length": 64, "micro_batch_size": 2, "context_parallel_size": 2}
-    args = types.SimpleNamespace(**sizes, padded_vocab_size=1024, tensor_model_parallel_size=4)
-    assert runner.num_logits(args) == 64 * 256
-
-
 def test_launches_without_a_profile(no_gpu_asked_for, tmp_path, monkeypatch):
     monkeypatch.setattr(launches, "RUNNER", NOTHING)
     for launcher, said in (
@@ -206,9 +199,6 @@ def test_recording_on_a_gpu():
     assert timeline.unaccounted_bytes == 0 and raw["device_traces"]
     assert [size for _, size, _ in timeline.events] == [MIB, -MIB]
     assert timeline.allocator_peak_bytes == peak and 0 <= timeline.events[0][0] < 60_000_000
-
-
-# --- files, pictures -----------------------------------------------------------------------------
 
 
 def test_draw_makes_table_and_picture_again(tmp_path, monkeypatch):
