@@ -83,6 +83,7 @@ RANK=1 memory |
 RANK=1 memory --what |
 compare / /dev/null | holds more than 20000 files and folders
 compare /dev/zero /dev/null | /dev/zero: no regular file or folder
+compare two\vlines /dev/null | two lines: no regular file or folder
 compare /proc/self/mem /dev/null | /proc
 compare off.log x.py | has no iteration with a loss
 compare off.log empty-folder | has no *.log files, nor TensorBoard event files
@@ -136,10 +137,10 @@ FILES |= dict.fromkeys(("off.log", "runs/a-1/out.log", "runs/a-2/out.log"), LINE
 FILES |= dict.fromkeys(("late.log", "runs/b-1/out.log"), LINE.format(90))
 
 
-@pytest.mark.parametrize("row", REFUSED.strip().splitlines())
+@pytest.mark.parametrize("row", REFUSED.strip().split("\n"))
 def test_what_is_refused_is_one_line_and_writes_nothing(row, tmp_path, monkeypatch, fake_checkout):
     line, _, said = row.partition(" |")
-    name, *words = line.split()
+    name, *words = line.split(" ")
     if "=" in name:
         monkeypatch.setenv(*name.split("="))
         name, *words = words

@@ -84,7 +84,7 @@ def test_logits_of_a_rank():
 
 
 def test_what_lives_is_counted_once_and_kept_alive_by_nobody():
-    T, H, V = 24, 16, 40
+    T, H, V, older = 24, 16, 40, torch.zeros(24, 40)
     hidden, weight, size = torch.randn(T, H), torch.randn(V, H), T * V * 4  # of fp32
     with LogitStorages(vocab_rows=V, hidden_size=H) as logits:
         for _ in range(3):
@@ -98,8 +98,8 @@ def test_what_lives_is_counted_once_and_kept_alive_by_nobody():
         del first
         assert logits.live_bytes == size, "the views keep the storage"
         views.clear()
-        # A buffer counts from the first logits on, once, with its size.
-        buffer = torch.empty(T // 4 * V)
+        # A buffer counts from the first logits on, once, with its size; what is older or a weight's, never.
+        buffer, *_ = torch.empty(T // 4 * V), older[3:5], torch.empty(V, H)
         assert logits.live_bytes == 0
         for rows in hidden.split(T // 4):
             torch.mm(rows, weight.T, out=buffer.view(T // 4, V))
