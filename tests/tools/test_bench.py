@@ -209,9 +209,6 @@ def test_every_preset_has_cells():
         assert cases.parse_arguments("", ["--preset", name, *more.get(name, [])]).cells, name
 
 
-# --- how it measures -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("op", [loss.OP, distill.OP, rl.OP])
 def test_bare_products_run_on_the_true_gradients(monkeypatch, op):
     """As many as a base says; they are the gradients of the definition."""

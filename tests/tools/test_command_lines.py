@@ -193,8 +193,6 @@ def test_a_closed_pipe_ends_quietly():
     assert done.stderr == "" and done.returncode in (0, 1, command_line.PIPE_CLOSED)
 
 
-# --- the documentation -----------------------------------------------------------------------
-
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "scripts" / "README.md"]
 PAGES += sorted(path for path in (ROOT / "docs").rglob("*.md") if "benchmarks" not in path.parts)
 NOT_READ = {"", "autoload", "scripts.dev.figures", "scripts.dev.known_forms"}

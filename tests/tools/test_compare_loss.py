@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import itertools
 import math
+import operator
 import random
 import re
 import statistics
@@ -43,8 +44,7 @@ class Trained:
             is_first = logs_first and step == begin
             if step % interval and not is_first:
                 continue
-            known = [loss for loss in since if loss is not None]
-            mean = sum(known) / max(1, len(known))
+            mean = statistics.fmean([loss for loss in since if loss is not None] or [0.0])
             text = (
                 f" [{stamp}] iteration {step:8d}/{len(self.losses):8d} | consumed samples: {8 * step:12d} |"
             )
@@ -227,13 +227,12 @@ def differences(draw, num):
 
 def same_runs(draw, num=300):
     """Three seeds by name: the reference, the one that is judged, and one other."""
-    runs = {"unfused": [], "flag": [], "te": []}
-    for of in [of for _ in range(3) for of in runs.values()]:
-        off = (differences(draw, num) if of is not runs["unfused"] else [0.0] * num for _ in range(2))
-        steps = zip(range(1, num + 1), *off, strict=True)
-        both = {step: (7 + 4 * math.exp(-step / 100) + a, 1.5 * math.exp(b)) for step, a, b in steps}
-        of.append(Trained(*({step: pair[i] for step, pair in both.items()} for i in (0, 1))))
-    return {(name, seed): run for name, of in runs.items() for seed, run in enumerate(of, 1)}
+    runs, exact = {}, [7 + 4 * math.exp(-step / 100) for step in range(1, num + 1)]
+    for seed, name in itertools.product((1, 2, 3), ("unfused", "flag", "te")):
+        off, of_norms = (differences(draw, num) if name != "unfused" else [0.0] * num for _ in range(2))
+        made = map(operator.add, exact, off), (1.5 * math.exp(x) for x in of_norms)
+        runs[name, seed] = Trained(*(dict(enumerate(values, 1)) for values in made))
+    return runs
 
 
 RUNS = same_runs(random.Random(5))
