@@ -88,8 +88,8 @@ def no_room(*sizes, **options):
 
 def test_out_of_memory_is_a_row(ran, monkeypatch):
     """Ratios are over `auto`, or the last, which needs least."""
-    right, lost = loss.of_config, {"auto": {"run": no_room}}
-    monkeypatch.setattr(loss, "of_config", lambda *of: replace(right(*of), **lost.get(of[1], {})))
+    right, wrong = loss.of_config, {"auto": {"run": no_room}}
+    monkeypatch.setattr(loss, "of_config", lambda *of: replace(right(*of), **wrong.get(of[1], {})))
     done, made_by, rows, _ = ran(main, *BRIEF)
     assert done.returncode == 0 and made_by["reference"] == "recompute x 4"
     assert [key for key, r in rows.items() if r["status"] != "ok"] == ["auto"]
