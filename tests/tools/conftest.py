@@ -7,16 +7,26 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fused_ce.scripts.lib import results
+from megatron_fused_ce.scripts.lib import pictures, results
 from tests.support.checkouts import FAKE_PRETRAIN, stand_in
 from tests.support.commands import run_here
 from tests.support.forked_launches import Server
 
 
+@pytest.fixture(autouse=True)
+def no_picture(request, monkeypatch):
+    """But where a test is about one: they take long."""
+    if "picture" in request.node.name:
+        pytest.importorskip("matplotlib")
+    else:
+        monkeypatch.setattr(pictures, "pyplot", lambda: None)
+
+
 @pytest.fixture(scope="session")
 def forks():
-    """Starts ranks that find torch and the kernels imported."""
-    return Server(None)
+    """Status and output of ``torchrun words...`` over so many ranks, which find torch imported."""
+    launch = Server(None).launch
+    return lambda num, folder, *words: launch(words, folder, ranks=range(num), WORLD_SIZE=str(num))
 
 
 @pytest.fixture

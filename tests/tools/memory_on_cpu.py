@@ -7,8 +7,11 @@ what is older than the step.
 
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
+
+import torch
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
 
@@ -16,66 +19,41 @@ from megatron_fused_ce.scripts.lib import live_storages, megatron_cpu, runner  #
 from megatron_fused_ce.scripts.runs import memory  # noqa: E402
 
 
-class StorageRecording(live_storages.LiveStorages):
-    """`memory.Recording`, with trace and live blocks as `torch.cuda.memory._snapshot` gives them; an
-    address is a storage's."""
+class Allocator(live_storages.LiveStorages):
+    """Trace and live blocks as `torch.cuda.memory._snapshot` gives them; an address is a storage's."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.marks: list[tuple[int, str]] = []
         self._trace: list[dict[str, Any]] = []
         self._blocks: dict[int, dict[str, Any]] = {}
 
-    def begin(self) -> None:
-        self._begin_us = time.time_ns() // 1000
-        self.__enter__()
-
-    def mark(self, what: str) -> None:
-        self.marks.append((time.time_ns() // 1000 - self._begin_us, what))
-
-    def end(self, name: str, num_logits: int) -> tuple[memory.Timeline, dict[str, Any]]:
-        self.__exit__(None, None, None)
-        timeline = memory.timeline_of(
-            name, snapshot([], []), snapshot(self._blocks.values(), self._trace),
-            begin_us=self._begin_us, num_logits=num_logits,
-        )  # fmt: skip
-        timeline.marks, timeline.allocator_peak_bytes = self.marks, self.peak_bytes
-        return timeline, {}
+    def record(self, history: str | None, *how: object, **options: object) -> None:
+        if history == "all":
+            self.__enter__()
+        elif history is None:
+            self.__exit__(None, None, None)
 
     def _count(self, key: int, num_bytes: int) -> None:
-        if self._counted_bytes.get(key) != num_bytes:  # new, or resized
-            self._free(key)
-            sizes = {"requested_size": num_bytes, "state": "active_allocated"}
-            self._blocks[key] = {"address": key, **sizes, "frames": python_stack()}
-            self._note("alloc", key)
+        if key not in self._blocks:
+            block = {"address": key, "requested_size": num_bytes, "state": "active_allocated"}
+            self._blocks[key] = block | {"addr": key, "size": num_bytes, "frames": python_stack()}
+            self._note("alloc", self._blocks[key])
         super()._count(key, num_bytes)
 
     def _forget(self, key: int, _: object) -> None:
         super()._forget(key, _)
-        self._free(key)
+        if block := self._blocks.pop(key, None):
+            self._note("free_requested", block)
 
-    def _free(self, key: int) -> None:
-        if key in self._blocks:
-            self._note("free_requested", key)
-            self._note("free_completed", key)
-            del self._blocks[key]
-
-    def _note(self, action: str, address: int) -> None:
-        block = self._blocks[address]
-        entry = {"action": action, "addr": address, "size": block["requested_size"]}
-        self._trace.append(entry | {"time_us": time.time_ns() // 1000, "frames": block["frames"]})
+    def _note(self, action: str, block: dict[str, Any]) -> None:
+        self._trace.append(block | {"action": action, "time_us": time.time_ns() // 1000})
 
 
 def python_stack() -> list[dict[str, Any]]:
     """Innermost frame first, from the operator's caller on."""
-    frame: Any = sys._getframe(1)
-    found = []
-    while frame is not None:
-        code = frame.f_code
-        if code.co_filename not in (__file__, live_storages.__file__):
-            found.append({"filename": code.co_filename, "name": code.co_name, "line": frame.f_lineno})
-        frame = frame.f_back
-    return found
+    stack = ((frame.f_code, line) for frame, line in traceback.walk_stack(sys._getframe()))
+    found = [{"filename": code.co_filename, "name": code.co_name, "line": line} for code, line in stack]
+    return [frame for frame in found if frame["filename"] not in (__file__, live_storages.__file__)]
 
 
 def snapshot(blocks: Any, trace: list[dict[str, Any]]) -> dict[str, Any]:
@@ -83,6 +61,9 @@ def snapshot(blocks: Any, trace: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    memory.Recording = StorageRecording
     megatron_cpu.install()
+    here = Allocator()
+    torch.cuda.init, torch.cuda.max_memory_allocated = lambda: None, lambda: here.peak_bytes
+    torch.cuda.memory._record_memory_history = here.record
+    torch.cuda.memory._snapshot = lambda: snapshot(here._blocks.values(), here._trace)
     runner.main()

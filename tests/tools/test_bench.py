@@ -5,12 +5,10 @@ from __future__ import annotations
 import re
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-from megatron_fused_ce.head import promise
 from megatron_fused_ce.scripts.bench import __main__ as benchmark
 from megatron_fused_ce.scripts.bench import cases, commits, distill, loss, measure, rl, trained
 from megatron_fused_ce.scripts.bench.cases import Cell
@@ -18,9 +16,8 @@ from megatron_fused_ce.scripts.bench.problem import PEER, Case, World
 from megatron_fused_ce.scripts.lib import gpu, results
 from megatron_fused_ce.scripts.lib.reference import relative_error
 
-ROOT = Path(__file__).resolve().parents[2]
 BRIEF = ["--device=cpu", "--tokens", "96", "--blocks=2", "--sample-ms=1", "--dtype=float32"]
-TINY, HEAD = ["--shapes", "tiny"], ["--shapes", "32x640"]
+TINY = ["--shapes", "tiny"]
 
 
 def bench(tmp_path, *words: str) -> tuple[int, dict[str, dict]]:
@@ -102,23 +99,20 @@ def test_rows_and_their_page(tmp_path, monkeypatch, capsys):
     assert text[text.index("| roof") :] in capsys.readouterr().out
 
 
-THREE = ["store", "grad_in_forward", "recompute"]
-#: Preset -> its words, names among its rows, and the largest error.
+THREE, FP32 = ["store", "grad_in_forward", "recompute"], "store:4096, fp32 logits"
+#: Preset -> names among its rows, and the largest error.
 PRESETS = {
-    "distill": (
-        [*HEAD, "--strategies", *THREE],
-        [f"{kind}, {name}" for kind in distill.DIVERGENCES for name in (*THREE, "store:4096, fp32 logits")],
-        1e-5,
-    ),
-    "rl": (HEAD, ["entropy, store", "temperature per token, store", "64 labels, recompute"], 2e-6),
-    "options": ([*HEAD, "--strategies", *THREE], [f"{name}, store" for name in loss.options_of(640)], 2e-6),
+    "distill": ([f"{kind}, {name}" for kind in distill.DIVERGENCES for name in (*THREE, FP32)], 1e-5),
+    "rl": (["entropy, store", "temperature per token, store", "64 labels, recompute"], 2e-6),
+    "options": ([f"{name}, store" for name in loss.options_of(640)], 2e-6),
 }
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_rows_of_a_preset(tmp_path, monkeypatch, preset):
     """Each is checked, or needs a GPU."""
-    words, names, most = PRESETS[preset]
+    names, most = PRESETS[preset]
+    words = ["--shapes=32x640", *(["--strategies", *THREE] if preset != "rl" else [])]
     monkeypatch.setitem(distill.TEACHER_HIDDEN, "32x640", 48)
     code, rows = bench(tmp_path, f"--preset={preset}", *words)
     assert code == 0 and set(names) < set(rows)
@@ -140,7 +134,7 @@ def test_operands_of_a_trained_head(tmp_path):
     """A model's, trained here, and random ones of its standard deviation, in tables of their own."""
     file = tmp_path / "operands.pt"
     small = ["--device=cpu", "--tokens=64", "--hidden=32", "--vocab=300", "--layers=2", "--length=16"]
-    text = ["--text", str(ROOT / "docs"), "--megabytes=0.3", "--batch=4", "--steps=30", "--lr=0.01"]
+    text = [f"--text={results.REPOSITORY}/docs", "--megabytes=0.3", "--batch=4", "--steps=30", "--lr=0.01"]
     assert trained.main([str(file), *small, *text]) == 0
     kept = torch.load(file, weights_only=True)
     hidden, weight, labels, about = (kept[name] for name in ("hidden", "weight", "labels", "about"))
@@ -167,16 +161,14 @@ def fused_linear_cross_entropy(hidden, weight, labels, **more):
 """
 
 
-def test_another_commit_beside_this_one(tmp_path):
+def test_another_commit_beside_this_one(tmp_path, monkeypatch):
     """The old rows are of the old folder's package, whose gradients are an eighth too large."""
     old = tmp_path / "old" / "megatron_fused_ce" / "__init__.py"
     old.parent.mkdir(parents=True)
     old.write_text(OLD)
     words = ["--preset=commits", "--shapes", "8x64/rank", "--blocks=6", "--strategies", "store"]
-    try:
-        code, rows = bench(tmp_path, *words, f"--old={tmp_path / 'old'}")
-    finally:
-        commits.ASIDE.clear()
+    monkeypatch.setattr(commits, "ASIDE", {})
+    code, rows = bench(tmp_path, *words, f"--old={tmp_path / 'old'}")
     assert code == 0 and list(rows) == ["roof", "old store", "store"]
     assert rows["old store"]["error"] == pytest.approx(0.125, rel=1e-4) and rows["store"]["error"] < 2e-6
     for key in ("over_old", "host_over_old"):
@@ -187,15 +179,11 @@ def test_another_commit_beside_this_one(tmp_path):
 # --- what is no figure -----------------------------------------------------------------------------
 
 
-def with_loss(change):
-    return lambda made: made._replace(outputs={**made.outputs, "loss": change(made.loss)})
-
-
-#: A strategy and options -> what is made of its calls' outputs, the exit code, and words of why.
+#: A strategy and options -> what is made of its calls' losses, the exit code, and words of why.
 NO_FIGURE = {
-    "store": (with_loss(lambda v: v.detach() + 1.001 * (v - v.detach())), 1, "grad_hidden 1.00e-03"),
+    "store": (lambda v: v.detach() + 1.001 * (v - v.detach()), 1, "grad_hidden 1.00e-03"),
     "recompute": (fails, 1, "recompute failed: RuntimeError: no kernel for this"),
-    "grad_in_forward": (with_loss(lambda v: v * v.detach()), 1, "made again in the backward, against its"),
+    "grad_in_forward": (lambda v: v * v.detach(), 1, "made again in the backward, against its"),
     "auto --time-limit 0.000001": (fails, 0, "not started"),
 }
 
@@ -204,20 +192,21 @@ NO_FIGURE = {
 @pytest.mark.parametrize("words", NO_FIGURE)
 def test_no_figure_no_print(tmp_path, monkeypatch, capsys, words):
     right, (wrong, code, why) = loss.linear_cross_entropy, NO_FIGURE[words]
-    monkeypatch.setattr(loss, "linear_cross_entropy", lambda call: wrong(right(call)))
-    monkeypatch.setattr(promise, "counts", promise.Counts())  # no later test sees this one's
+
+    def wrongly(call):
+        made = right(call)
+        return made._replace(outputs={**made.outputs, "loss": wrong(made.loss)})
+
+    monkeypatch.setattr(loss, "linear_cross_entropy", wrongly)
     assert bench(tmp_path, *TINY, "--strategies", *words.split()) == (code, {})
     printed = capsys.readouterr()
     assert printed.out == "" and why in printed.err
 
 
 def test_every_preset_has_cells():
-    more = {"trained": ["--operands", __file__], "commits": ["--old", str(ROOT)]}
+    more = {"trained": ["--operands", __file__], "commits": ["--old", str(results.REPOSITORY)]}
     for name in cases.PRESETS:
         assert cases.parse_arguments("", ["--preset", name, *more.get(name, [])]).cells, name
-
-
-# --- how it measures -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("op", [loss.OP, distill.OP, rl.OP])

@@ -6,9 +6,11 @@ import collections
 import dataclasses
 import itertools
 import math
+import operator
 import random
 import re
 import statistics
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,17 +19,6 @@ from megatron_fused_ce.scripts.lib import losses, results
 from megatron_fused_ce.scripts.lib.logs import GRAD_NORM, Point, Record
 from megatron_fused_ce.scripts.runs import compare as compare_loss
 from megatron_fused_ce.scripts.runs.compare import Comparison, root_mean_square
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(autouse=True)
-def no_picture(request, monkeypatch):
-    if "picture" in request.node.name:
-        pytest.importorskip("matplotlib")
-    else:
-        monkeypatch.setattr(compare_loss.pictures, "pyplot", lambda: None)
-
 
 # --- runs as Megatron writes them --------------------------------------------------------------
 
@@ -39,19 +30,24 @@ class Trained:
     losses: dict[int, float | None]
     norms: dict[int, float]
 
-    def log(self, interval=1, begin=1, end=None, logs_first=True, stop_after=None):
+    def but(self, losses=None, norms=None):
+        """Changed by functions of an iteration and its value."""
+        both = zip((self.losses, self.norms), (losses, norms), strict=True)
+        return Trained(*({s: change(s, x) if change else x for s, x in of.items()} for of, change in both))
+
+    def log(self, interval=1, begin=1, end=None, logs_first=True):
         """As `training_log` of 0.16 and newer (``logs_first``) or of 0.15 prints it."""
-        lines = ["[before the start of training step] datetime: 2026-01-01 00:00:00"]
-        since, last = [], end or max(self.losses)
+        since, lines = [], ["[before the start of training step] datetime: 2026-01-01 00:00:00"]
         stamp = "2026-01-01 00:00:00" + (".123456" if logs_first else "")
-        for step in range(begin, (stop_after or last) + 1):
+        for step in range(begin, (end or len(self.losses)) + 1):
             since.append(self.losses[step])
             is_first = logs_first and step == begin
             if step % interval and not is_first:
                 continue
-            known = [loss for loss in since if loss is not None]
-            mean = sum(known) / max(1, len(known))
-            text = f" [{stamp}] iteration {step:8d}/{last:8d} | consumed samples: {8 * step:12d} |"
+            mean = statistics.fmean([loss for loss in since if loss is not None] or [0.0])
+            text = (
+                f" [{stamp}] iteration {step:8d}/{len(self.losses):8d} | consumed samples: {8 * step:12d} |"
+            )
             # Printed where it compares as at least 0 (newer) or above it: never nan.
             if mean > 0 or (logs_first and mean == 0):
                 text += f" lm loss: {mean:.6E} |"
@@ -61,70 +57,62 @@ class Trained:
             since = since if is_first else []
         return "\n".join(lines) + "\n"
 
-    def tensorboard(self, begin=1, end=None, interval=1):
-        """Writes a folder of events."""
+    def tensorboard(self, folder, begin=1, end=None, interval=1):
+        """Writes events into it."""
+        pytest.importorskip("tensorboard")
+        from torch.utils.tensorboard import SummaryWriter
 
-        def write(folder):
-            pytest.importorskip("tensorboard")
-            from torch.utils.tensorboard import SummaryWriter
-
-            writer = SummaryWriter(log_dir=str(folder))
-            writer.add_text("params_dtype", "torch.float32")
-            for step in (s for s in self.losses if begin <= s <= (end or s) and s % interval == 0):
-                for tag in ("lm loss", "moe/load_balancing_loss_layer_0", "lm loss validation ppl"):
-                    writer.add_scalar(tag, self.losses[step], step)
-                writer.add_scalar("grad-norm", self.norms[step], step)
-            # At a run's end Megatron writes the test set's loss under the validation set's name.
-            for loss in (4.0, 4.0, 5.0):
-                writer.add_scalar("lm loss validation", loss, 35)
-            file = Path(writer.file_writer.event_writer._file_name)
-            writer.close()
-            # Of two of one second the one with the larger number is read last, as a string.
-            file.rename(folder / f"events.out.tfevents.{begin:04}")
-
-        return write
+        writer = SummaryWriter(log_dir=str(folder))
+        writer.add_text("params_dtype", "torch.float32")
+        for step in (s for s in self.losses if begin <= s <= (end or s) and s % interval == 0):
+            for tag in ("lm loss", "moe/load_balancing_loss_layer_0", "lm loss validation ppl"):
+                writer.add_scalar(tag, self.losses[step], step)
+            writer.add_scalar("grad-norm", self.norms[step], step)
+        # At a run's end Megatron writes the test set's loss under the validation set's name.
+        for loss in (4.0, 4.0, 5.0):
+            writer.add_scalar("lm loss validation", loss, 35)
+        file = Path(writer.file_writer.event_writer._file_name)
+        writer.close()
+        # Of two of one second the one with the larger number is read last, as a string.
+        file.rename(folder / f"events.out.tfevents.{begin:04}")
 
 
-def trained(num=40, seed=0, skipped=(), by=lambda step: 0.0):
-    """Losses that move by a hundredth from one iteration to the next, off by ``by(iteration)``."""
-    draw = random.Random(seed)
-    exact = {step: 5.0 - 0.03 * step + 0.1 * draw.random() for step in range(1, num + 1)}
-    norms = {step: 3.0 + draw.random() for step in exact}
-    return Trained({s: None if s in skipped else x * (1 + by(s)) for s, x in exact.items()}, norms)
+def trained(num=40, seed=0):
+    """Losses that move by a hundredth from one iteration to the next."""
+    draw, steps = random.Random(seed), range(1, num + 1)
+    exact = {step: 5.0 - 0.03 * step + 0.1 * draw.random() for step in steps}
+    return Trained(exact, {step: 3.0 + draw.random() for step in steps})
 
 
 def changed(at, by=0.01):
-    return trained(by=lambda step: by * (step == at))
+    return RUN.but(lambda step, x: x * (1 + by * (step == at)))
+
+
+def skipping(*steps, of=None):
+    return (of or RUN).but(lambda step, x: None if step in steps else x)
+
+
+def evaluated(at, loss, name="", on=""):
+    """A line of it, by name and set as newer versions have it."""
+    return f" validation{name} loss at iteration {at}{on} | lm loss value: {loss:.6E} | lm loss PPL: 5E+1 |\n"
 
 
 EXACTLY = "--first-bound=0 --first=1000"
-
-
 RUN, LOST, LONG = trained(), trained(seed=7), trained(150)
-RESUMED = Trained(*({s: (old if s < 21 else new)[s] for s in new} for old, new in
-                    ((LOST.losses, RUN.losses), (LOST.norms, RUN.norms))))  # fmt: skip
-SICK = Trained({**RUN.losses, 12: math.nan, 13: math.nan}, RUN.norms)
-EARLY_NAN = Trained({**RUN.losses, 6: math.nan}, RUN.norms).log()
-NORMS_OFF = Trained(RUN.losses, {s: 1.01 * x for s, x in RUN.norms.items()}).log()
-OURS, SKIPS, FEWER_SKIPS, OFF = (
-    run.log() for run in (RUN, trained(skipped=(1, 2, 20)), trained(skipped=(1, 2)), changed(4))
-)
-EVALUATION = " validation loss at iteration {} | lm loss value: {:.6E} | lm loss PPL: 5E+01 |\n"
+RESUMED = LOST.but(*(lambda s, x, of=of: x if s < 21 else of[s] for of in (RUN.losses, RUN.norms)))
+SICK = RUN.but(lambda s, x: math.nan if s in (12, 13) else x)
+EARLY_NAN = RUN.but(lambda s, x: math.nan if s == 6 else x).log()
+NORMS_OFF = RUN.but(norms=lambda s, x: 1.01 * x).log()
+OURS, OFF, SKIPS, FEWER_SKIPS = (r.log() for r in (RUN, changed(4), skipping(1, 2, 20), skipping(1, 2)))
 FP32, BF16 = (f"  params_dtype .......... torch.{name}\n" for name in ("float32", "bfloat16"))
 TALL = " iteration       41/ 50 | lm loss: 1.537932E+01 |"
 LINE = " iteration        1/ 5 | lm loss: 5.537932E+00 | grad norm: {} |\n"
 
-
 #: 0.19 with a mixture of experts, whose losses stand there twice, behind torchrun's prefix; then evaluations.
-MANY_LOSSES = """
-[default7]: [2026-11-21 05:15:50.746543] iteration        3/     500 | elapsed time per iteration (ms): \
-374.2 | throughput per GPU (TFLOP/s/GPU): 300.1 | \
-lm loss: 5.260322E+00 | mtp_1 loss: 5.116029E+00 | load_balancing_loss: 1.012345E+00 | \
-load_balancing_loss: 1.01 | z_loss: 0.02 | loss scale: 1.0 | grad norm: 1.694 | num zeros: 0 |
- validation loss at iteration 3 | lm loss value: 5.257074E+00 | lm loss PPL: 1.91E+02 |
- validation-code loss at iteration 3 on validation set | lm loss value: 5.2E+00 | lm loss PPL: 1.9E+02 |
- validation loss at iteration 3 on test set | lm loss value: 5.1E+00 | lm loss PPL: 1E+02 |
-"""
+EXPERTS = "mtp_1 loss: 5.1 | load_balancing_loss: 1.012345E+00 | load_balancing_loss: 1.01 | z_loss: 0.02"
+MANY_LOSSES = f"[default7]: [2026-11-21 05:15:50.746543]{LINE.format(f'1.694 | {EXPERTS}')}"
+MANY_LOSSES += evaluated(3, 5.3) + evaluated(3, 5.2, "-code", " on validation set")
+MANY_LOSSES += evaluated(3, 5.1, on=" on test set")
 
 
 def of_torchrun(folder):
@@ -141,12 +129,10 @@ VERDICTS = {
     "fives of 0.15": (0, "11 to 40, on 6 lines", *2 * [RUN.log(5, begin=11, logs_first=False)], EXACTLY),
     "fives of two versions": (0, "11 to 40, on 6 lines", RUN.log(5), RUN.log(5, logs_first=False), EXACTLY),
     # starts
-    "a log of two starts": (
-        0, "!restarted", OURS, RUN.log(end=40, stop_after=20) + RUN.log(begin=21), EXACTLY),
+    "a log of two starts": (0, "!restarted", OURS, RUN.log(end=20) + RUN.log(begin=21), EXACTLY),
     "a restart from a checkpoint": (
-        0, "b was restarted at iteration 21: the last start counts", RESUMED.log() + EVALUATION.format(35, 5),
-        trained(seed=7, skipped=(25,)).log(end=40, stop_after=37) + EVALUATION.format(35, 4)
-        + RUN.log(begin=21, stop_after=30), EXACTLY),
+        0, "b was restarted at iteration 21: the last start counts", RESUMED.log() + evaluated(35, 5),
+        skipping(25, of=LOST).log(end=37) + evaluated(35, 4) + RUN.log(begin=21, end=30), EXACTLY),
     "starts and ranks of one launch": (0, "iterations 1 to 40, on 40 lines", of_torchrun, OURS, EXACTLY),
     "every line twice": (0, "on 8 lines", OURS, re.sub("(.*\n)", r"\1\1", RUN.log(5)), EXACTLY),
     "a cut line": (0, "SAME", OURS + TALL, OURS + TALL[:-3], EXACTLY),
@@ -154,7 +140,7 @@ VERDICTS = {
     "skips at the start, which have no loss": (
         0, "!skipped steps, lines differs", FEWER_SKIPS, RUN.log(begin=3), EXACTLY),
     "other skips": (1, "skipped steps, lines differs: +1.0e+00", SKIPS, FEWER_SKIPS),
-    "other skips in the noise too": (0, "SAME", SKIPS, FEWER_SKIPS, trained(skipped=(1, 2, 25)).log()),
+    "other skips in the noise too": (0, "SAME", SKIPS, FEWER_SKIPS, skipping(1, 2, 25).log()),
     "nan in one": (1, "(largest at iteration 12) differs: +inf", OURS, SICK.log()),
     "nan in both": (0, "lm loss is nan in both runs on 2 lines, from 12 on", SICK.log(), SICK.log()),
     "inf beside nan": (1, "grad norm, first 10 differs: +inf", LINE.format("inf"), LINE.format("nan")),
@@ -173,18 +159,15 @@ VERDICTS = {
         0, "lm loss, first 10: a fixed bound, since not all runs have such lines", OURS, OURS, RUN.log(20)),
     "a drift": (
         1, "last 100 differs: +1.2e-02, bound 1.0e-02", LONG.log(),
-        trained(150, by=lambda step: 0.012 * (step > 50)).log()),
-    "to and fro": (
-        0, "SAME", LONG.log(), trained(150, by=lambda step: 0.03 * (-1) ** step * (step > 50)).log()),
+        LONG.but(lambda s, x: x * (1 + 0.012 * (s > 50))).log()),
+    "to and fro": (0, "SAME", LONG.log(), LONG.but(lambda s, x: x * (1 + 0.03 * (-1) ** s * (s > 50))).log()),
     "a validation": (
-        1, "validation, first 10 differs: +2.5e-03", RUN.log(begin=9) + EVALUATION.format(9, 4),
-        OURS + EVALUATION.format(9, 4.01)),
+        1, "validation, first 10 differs: +2.5e-03, bound 5.0e-04", RUN.log(begin=9) + evaluated(9, 4),
+        OURS + evaluated(9, 4.01)),
     "validations of other iterations": (
         0, "b: not compared, no iteration in common: lm loss validation",
-        *(OURS + EVALUATION.format(at, 4) for at in (20, 30))),
+        *(OURS + evaluated(at, 4) for at in (20, 30))),
     # what is compared
-    "a late start": (
-        1, "lm loss, first 10 differs: +1.0e-02, bound 5.0e-04", OURS, changed(21).log(begin=11)),
     "lines too long for the first iterations": (
         0, "--log-interval 1 would tell more", *2 * [RUN.log(20, logs_first=False)]),
     "a loss of one alone": (
@@ -192,27 +175,23 @@ VERDICTS = {
     "digits that are": (
         1, "grad norm, first 10", LINE.format("0.002"), LINE.format("0.004"), "--first-grad-norm-bound=0"),
     "a digit": (0, "SAME", LINE.format("1.0"), LINE.format("1.1"), "--first-grad-norm-bound=0"),
-    "every loss of a log": (
-        0, "z_loss, grad norm, lm loss validation, lm loss validation-code, lm loss test, skipped steps; ",
-        MANY_LOSSES, MANY_LOSSES),
-    "the digits of its first": (
-        1, "load_balancing_loss, first 10 differs: +9.9e-03", MANY_LOSSES,
-        MANY_LOSSES.replace("1.012345", "1.022345")),
+    "every loss of a log, and the digits of its first": (
+        1, "z_loss, grad norm, lm loss validation, lm loss validation-code, lm loss test, skipped steps; ",
+        MANY_LOSSES, MANY_LOSSES.replace("1.012345", "1.022345")),
     # TensorBoard
     "every fifth iteration beside means": (
-        2, "--tensorboard-log-interval 1", RUN.tensorboard(interval=5), RUN.log(5)),
+        2, "--tensorboard-log-interval 1", partial(RUN.tensorboard, interval=5), RUN.log(5)),
     "every fifth iteration of both": (
-        1, "+1.0e-02, bound 0", RUN.tensorboard(interval=5), changed(30).tensorboard(interval=5), EXACTLY),
+        1, "+1.0e-02, bound 0", *(partial(r.tensorboard, interval=5) for r in (RUN, changed(30))), EXACTLY),
     "a picture": (
-        0, "lm loss, grad norm, lm loss validation; ", RUN.tensorboard(),
-        changed(22, 1e-4).tensorboard(), SICK.log()),
+        0, "lm loss, grad norm, lm loss validation; ", RUN.tensorboard, changed(22, 1e-4).tensorboard,
+        SICK.log()),
     "a restart in TensorBoard": (
-        0, "b was restarted at iteration 21: the last start counts", RESUMED.tensorboard(),
-        lambda folder: [run(folder) for run in (LOST.tensorboard(end=37), RUN.tensorboard(21, 30))], EXACTLY),
-    "a mean over a skipped step": (0, "SAME", RUN.tensorboard(), trained(skipped=(13,)).log(5), EXACTLY),
+        0, "b was restarted at iteration 21: the last start counts", RESUMED.tensorboard,
+        lambda folder: [LOST.tensorboard(folder, end=37), RUN.tensorboard(folder, 21, 30)], EXACTLY),
+    "a mean over a skipped step": (0, "SAME", RUN.tensorboard, skipping(13).log(5), EXACTLY),
     "its validation set, and fp32": (
-        1, "!validation, all (largest", FP32 + OURS + EVALUATION.format(35, 4),
-        changed(5, 1e-5).tensorboard()),
+        1, "!validation, all (largest", FP32 + OURS + evaluated(35, 4), changed(5, 1e-5).tensorboard),
 }  # fmt: skip
 
 
@@ -248,13 +227,12 @@ def differences(draw, num):
 
 def same_runs(draw, num=300):
     """Three seeds by name: the reference, the one that is judged, and one other."""
-    runs = {"unfused": [], "flag": [], "te": []}
-    for of in [of for _ in range(3) for of in runs.values()]:
-        off = (differences(draw, num) if of is not runs["unfused"] else [0.0] * num for _ in range(2))
-        steps = zip(range(1, num + 1), *off, strict=True)
-        both = {step: (7 + 4 * math.exp(-step / 100) + a, 1.5 * math.exp(b)) for step, a, b in steps}
-        of.append(Trained(*({step: pair[i] for step, pair in both.items()} for i in (0, 1))))
-    return {(name, seed): run for name, of in runs.items() for seed, run in enumerate(of, 1)}
+    runs, exact = {}, [7 + 4 * math.exp(-step / 100) for step in range(1, num + 1)]
+    for seed, name in itertools.product((1, 2, 3), ("unfused", "flag", "te")):
+        off, of_norms = (differences(draw, num) if name != "unfused" else [0.0] * num for _ in range(2))
+        made = map(operator.add, exact, off), (1.5 * math.exp(x) for x in of_norms)
+        runs[name, seed] = Trained(*(dict(enumerate(values, 1)) for values in made))
+    return runs
 
 
 RUNS = same_runs(random.Random(5))
@@ -275,65 +253,52 @@ def test_runs_that_are_the_same_are_called_so():
 
 def log_of(name, seed, losses=None, norms=None, words=("", ""), validation=4, **how):
     """As it is but for these; ``words``: a pattern, and what stands in its place."""
-    changes = zip(dataclasses.astuple(RUNS[name, seed]), (losses, norms), strict=True)
-    run = Trained(*({s: change(s, x) if change else x for s, x in of.items()} for of, change in changes))
-    return re.sub(*words, run.log(**how)) + EVALUATION.format(300, validation) * bool(validation)
-
-
-def one(losses=None, run="flag-2", **more):
-    """Changes of one run, or of all of a name."""
-    return {run: {"losses": losses, **more}}
+    log = RUNS[name, seed].but(losses, norms).log(**how)
+    return re.sub(*words, log) + evaluated(300, validation)
 
 
 NAMES = "unfused", "te", "flag"
 NO_NORMS = r"grad norm: \S+ \|", ""
 MTP, NO_NOISE = {"words": ("loss scale", "mtp_1 loss: 5.0 | loss scale")}, {"te": {"name": "unfused"}}
-#: What is changed, by name or by name and seed, of runs that are the same -> what is said, verdict, changes.
+#: Runs that are the same but for this -> what is said, changes by name or by name and seed, the verdict.
 SEEDS = {
     # Once all of these ten were SAME.
-    "infinite at one iteration": ("lm loss, all", one(lambda s, x: math.inf if s == 150 else x)),
-    "nan for eleven": ("lm loss, all", one(lambda s, x: math.nan if s // 11 == 20 else x)),
-    "norms nan from 50 on": ("grad norm, all", one(norms=lambda s, x: x if s < 50 else math.nan)),
-    "3 nats more": ("lm loss, iterations 101 to 200", one(lambda s, x: x + 3 * (100 <= s <= 200))),
-    "1 more and 1 less": ("lm loss, iterations 201 to 300", one(lambda s, x: x + (-1) ** s * (s > 200))),
-    "norms three times": ("grad norm, iterations 201 to 300", one(norms=lambda s, x: 3 * x)),
-    "norms of 0": ("grad norm, all", one(norms=lambda s, x: x * (s < 50))),
-    "100 skipped steps": ("skipped steps, lines", one(lambda s, x: None if 100 <= s < 200 else x)),
-    "validation": ("lm loss validation, all", one(validation=9)),
-    "no norms": ("only unfused-2.log logs grad norm", one(words=NO_NORMS)),
+    "infinite at one iteration": ("lm loss, all", {"flag-2": lambda s, x: math.inf if s == 150 else x}),
+    "nan for eleven": ("lm loss, all", {"flag-2": lambda s, x: math.nan if s // 11 == 20 else x}),
+    "norms nan from 50 on": ("grad norm, all", {"flag-2": {"norms": lambda s, x: x if s < 50 else math.nan}}),
+    "3 nats more": ("lm loss, iterations 101 to 200", {"flag-2": lambda s, x: x + 3 * (100 <= s <= 200)}),
+    "1 more and 1 less": ("lm loss, iterations 201", {"flag-2": lambda s, x: x + (-1) ** s * (s > 200)}),
+    "norms three times": ("grad norm, iterations 201 to 300", {"flag-2": {"norms": lambda s, x: 3 * x}}),
+    "norms of 0": ("grad norm, all", {"flag-2": {"norms": lambda s, x: x * (s < 50)}}),
+    "100 skipped steps": ("skipped steps, lines", {"flag-2": lambda s, x: None if 100 <= s < 200 else x}),
+    "validation": ("lm loss validation, all", {"flag-2": {"validation": 9}}),
+    "no norms": ("only unfused-2.log logs grad norm", {"flag-2": {"words": NO_NORMS}}),
     # By which rule.
-    "to one side": ("lm loss, last 100", one(lambda s, x: x + 0.12, "flag")),
-    "this way and that": (
-        "lm loss, last 100", one(lambda s, x: x - 1) | one(lambda s, x: x + 1, "flag-1")),
-    "off at first": ("lm loss, first 10", one(lambda s, x: x + 1e-3 * (s <= 10), "flag")),
-    "norms at first": ("grad norm, first 10", one(run="flag", norms=lambda s, x: x * (1 + 0.01 * (s <= 10)))),
+    "to one side": ("lm loss, last 100", {"flag": lambda s, x: x + 0.12}),
+    "this way and that": ("lm loss, last 100", {"flag-2": lambda s, x: x - 1, "flag-1": lambda s, x: x + 1}),
+    "off at first": ("lm loss, first 10", {"flag": lambda s, x: x + 1e-3 * (s <= 10)}),
+    "norms at first": ("grad norm, first 10", {"flag": {"norms": lambda s, x: x * (1 + 0.01 * (s <= 10))}}),
     "more than is printed": (
-        "lm loss, last 100", NO_NOISE | one(lambda s, x: x + 1e-4, "flag", name="unfused")),
+        "lm loss, last 100", NO_NOISE | {"flag": {"name": "unfused", "losses": lambda s, x: x + 1e-4}}),
     "multi-token prediction": (
         "mtp_1 loss, last 100",
         {"unfused": MTP, "te": MTP, "flag": {"words": ("loss scale", "mtp_1 loss: 5.5 | loss scale")}}),
     # What is the same, or missing.
-    "nothing": (
+    "nothing but a router's loss": (
         "looked at: lm loss, grad norm, lm loss validation, skipped steps; iterations 1 to 300, on 300 lines",
-        {}, "SAME"),
-    "less than is printed": (
-        "looked at", NO_NOISE | one(lambda s, x: x + 2e-7, "flag", name="unfused"), "SAME"),
-    "a router's loss": (
-        "looked at: lm loss, grad norm, lm loss validation, skipped steps",
         {name: {"words": ("loss scale", f"z_loss: 5.{at} | loss scale")} for at, name in enumerate(NAMES)},
         "SAME"),
-    "two seeds": ("; seeds 1, 2", {"flag-3": None}, "INCONCLUSIVE"),
-    "one ended early": (
-        "left out: late-1.log ends at iteration 120", {"late-1": {"name": "te", "stop_after": 120}}, "SAME"),
+    "less than is printed": (
+        "; seeds 1, 2, 3", NO_NOISE | {"flag": {"name": "unfused", "losses": lambda s, x: x + 2e-7}}, "SAME"),
+    "two seeds": ("left out: flag-3.log ends at iteration 120", {"flag-3": {"end": 120}}, "INCONCLUSIVE"),
     "two of one seed": ("left out: flag-1.log, one more of its name and seed", {"flag-01": {}}, "SAME"),
-    "an empty log": ("te-4.log has no iteration with a loss", {"te-4": ""}, "SAME"),
+    "an empty log": (
+        "te-4.log has no iteration with a loss", {"te-4": {"seed": 1, "words": ("(?s).+", "")}}, "SAME"),
     "lines of twenty iterations": (
-        "--log-interval 1 would tell more",
-        {name: {"interval": 20} for name in NAMES}, "INCONCLUSIVE"),
-    "lines of five in the noise": (
-        "lm loss, first 10: not judged", {"te": {"interval": 5}}, "INCONCLUSIVE"),
+        "--log-interval 1 would tell more", {name: {"interval": 20} for name in NAMES}, "INCONCLUSIVE"),
+    "lines of five in the noise": ("lm loss, first 10: not judged", {"te": {"interval": 5}}, "INCONCLUSIVE"),
     "an error on purpose, in a picture": (
-        "  planted ", one(lambda s, x: x + 1, "planted-1", name="te", words=NO_NORMS), "SAME"),
+        "  planted ", {"planted-1": {"name": "te", "losses": lambda s, x: x + 1, "words": NO_NORMS}}, "SAME"),
 }  # fmt: skip
 
 
@@ -343,9 +308,9 @@ def test_pairs_by_seed(ran, tmp_path, what):
     words, changes, verdict = (*SEEDS[what], "DIFFERENT")[:3]
     for run in {f"{name}-{seed}" for name, seed in RUNS} | {run for run in changes if "-" in run}:
         name, _, seed = run.partition("-")
-        if (how := changes.get(run, changes.get(name, {}))) is not None:
-            log = log_of(**{"name": name, "seed": int(seed), **how}) if how != "" else ""
-            (tmp_path / f"{run}.log").write_text(log)
+        how = changes.get(run, changes.get(name, {}))
+        how = {"name": name, "seed": int(seed), **({"losses": how} if callable(how) else how)}
+        (tmp_path / f"{run}.log").write_text(log_of(**how))
     names = f"--paired={tmp_path}", "unfused", "flag", "--against-noise", "te"
     done, made_by, *_ = ran(compare_loss.main, *names)
     assert done.returncode == compare_loss.STATUS[verdict], done.stdout + done.stderr
@@ -363,7 +328,7 @@ def test_pairs_by_seed(ran, tmp_path, what):
 
 def test_the_committed_runs_keep_their_verdicts():
     """By both windows, whose figures the result has, and by blocks, which were not judged then."""
-    content = results.read(ROOT / results.RESULTS / "2026-11-26-h100-80gb-hbm3-paired.json")
+    content = results.read(results.REPOSITORY / results.RESULTS / "2026-11-26-h100-80gb-hbm3-paired.json")
     noise, ways, outside = content["made_by"]["noise"], {}, set()
     judge = Comparison("unfused", "flag", noise, by_seed=True)
     for shape, of in itertools.groupby(content["rows"], key=lambda row: row["shape"]):

@@ -1,18 +1,18 @@
-"""scripts/lib: results on disk, logs, a refusal that is lifted."""
+"""scripts/lib: results on disk, logs, live storages, a refusal that is lifted."""
 
 from __future__ import annotations
 
 import json
 import math
 import types
-from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_fused_ce.cli.command_line import UsageError
 from megatron_fused_ce.scripts.lib import logs, results, runner
+from megatron_fused_ce.scripts.lib.live_storages import LogitStorages
 
-ROOT = Path(__file__).resolve().parents[2]
 ROW = {**dict.fromkeys(results.ROW), "shape": "llama-3-8b", "variant": "store", "time_ms": 1.5, "T": 64}
 
 
@@ -49,7 +49,7 @@ def test_each_defect_of_a_file_is_said(tmp_path):
 
 
 def test_committed_files_follow_the_schema():
-    for path in (ROOT / results.RESULTS).glob("*.json"):
+    for path in (results.REPOSITORY / results.RESULTS).glob("*.json"):
         results.read(path)
 
 
@@ -75,3 +75,36 @@ def test_lifted_refusal_leaves_the_rest_of_the_check():
     runner.lift_te_refusal(arguments := types.SimpleNamespace(validate_args=validate_args))
     args = arguments.validate_args(types.SimpleNamespace(cross_entropy_fusion_impl="te"), {"a": 1})
     assert (args.cross_entropy_fusion_impl, args.checked) == ("te", {"a": 1})
+
+
+def test_logits_of_a_rank():
+    sizes = {"seq_length": 64, "micro_batch_size": 2, "context_parallel_size": 2}
+    args = types.SimpleNamespace(**sizes, padded_vocab_size=1024, tensor_model_parallel_size=4)
+    assert runner.num_logits(args) == 64 * 256
+
+
+def test_what_lives_is_counted_once_and_kept_alive_by_nobody():
+    T, H, V, older = 24, 16, 40, torch.zeros(24, 40)
+    hidden, weight, size = torch.randn(T, H), torch.randn(V, H), T * V * 4  # of fp32
+    with LogitStorages(vocab_rows=V, hidden_size=H) as logits:
+        for _ in range(3):
+            product = hidden @ weight.T
+            assert logits.live_bytes == size
+            del product
+            assert logits.live_bytes == 0
+        assert (logits.peak_bytes, logits.num_storages) == (size, 3), "those in turn do not add up"
+        first = hidden @ weight.T
+        views = [first.view(2, T // 2, V), first[3:5], first.transpose(0, 1), first.exp_()]
+        del first
+        assert logits.live_bytes == size, "the views keep the storage"
+        views.clear()
+        # A buffer counts from the first logits on, once, with its size; what is older or a weight's, never.
+        buffer, *_ = torch.empty(T // 4 * V), older[3:5], torch.empty(V, H)
+        assert logits.live_bytes == 0
+        for rows in hidden.split(T // 4):
+            torch.mm(rows, weight.T, out=buffer.view(T // 4, V))
+        assert logits.live_bytes == size // 4
+        left = weight @ hidden.T
+        assert left.shape == (V, T) and logits.live_bytes == size * 5 // 4, "transposed, they count as well"
+    del buffer, left
+    assert logits.live_bytes == 0, "what outlives the block leaves the count when it is freed"

@@ -6,7 +6,7 @@ import glob
 import os
 import re
 import sys
-import types
+from dataclasses import replace
 from pathlib import Path
 
 import megatron.core
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron_fused_ce.cli.command_line import UsageError
-from megatron_fused_ce.scripts.lib import launches, results, runner
+from megatron_fused_ce.scripts.lib import launches
 from megatron_fused_ce.scripts.runs import memory
 from tests.support.commands import run_here
 from tests.support.cpu_case import BASE_ARGS, NO_FUSED_WGRAD, UNTIED
@@ -71,10 +71,9 @@ def test_every_rule_matches_a_function_that_exists():
         functions = {name for file in named for name in re.findall(r"def (\w+)", Path(file).read_text())}
         on_gpus = of_file.startswith("transformer_engine")
         assert on_gpus or any(re.fullmatch(of, name) for name in functions), f"{category}: {of_file}"
-    names = {Path(file).relative_to(ours) for file in files if Path(file).is_relative_to(ours)}
-    not_heads = {file for file in names if memory.category_of(frames(f"megatron_fused_ce/{file}:f")) != HEAD}
-    found = {file.with_suffix("").parts[0] for file in not_heads}
-    assert found == {"adapter", "autoload", "autoload_start", "launch", "scripts"}
+    own = (Path(file).relative_to(ROOT).with_suffix("") for file in files if Path(file).is_relative_to(ours))
+    not_heads = {file.parts[1] for file in own if memory.category_of(frames(f"{file}.py:f")) != HEAD}
+    assert not_heads == {"adapter", "autoload", "autoload_start", "launch", "scripts"}
 
 
 # --- bytes over time -----------------------------------------------------------------------------
@@ -176,12 +175,6 @@ def test_a_launch_is_made_off_and_on(no_gpu_asked_for, tmp_path, monkeypatch):
     assert off.peak(LAYERS)[0] == pytest.approx(on.peak(LAYERS)[0], rel=0.02)
 
 
-def test_logits_of_a_rank():
-    sizes = {"seq_length": 64, "micro_batch_size": 2, "context_parallel_size": 2}
-    args = types.SimpleNamespace(**sizes, padded_vocab_size=1024, tensor_model_parallel_size=4)
-    assert runner.num_logits(args) == 64 * 256
-
-
 def test_launches_without_a_profile(no_gpu_asked_for, tmp_path, monkeypatch):
     monkeypatch.setattr(launches, "RUNNER", NOTHING)
     for launcher, said in (
@@ -208,32 +201,23 @@ def test_recording_on_a_gpu():
     assert timeline.allocator_peak_bytes == peak and 0 <= timeline.events[0][0] < 60_000_000
 
 
-# --- files, pictures -----------------------------------------------------------------------------
-
-
-def test_another_file_is_refused(tmp_path):
-    for row, words in ({"base": {"else": 1}}, "a category is not known"), ({"events": [[0, 1, 7]]}, "Index"):
-        named = [{"shape": "step", "variant": "x", "name": "x", **row}]
-        results.write(tmp_path / "x.json", named, results.made_by("", ["memory"], categories=["head"]))
-        with pytest.raises(UsageError, match=f"is no result of this command: .*{words}"):
-            memory.read(tmp_path / "x.json")
-
-
 def test_draw_makes_table_and_picture_again(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     figures, save = [], memory.pictures.save
     monkeypatch.setattr(memory.pictures, "save", lambda *of: (figures.append(of[0]), save(*of)))
     before = (1000, f"{LINEAR}:__init__ x.py:get_model"), (70, "somewhere.py:f")
     steps = *before, (300, LAYER), (5000, OURS), (200, OURS), 3, (40, ""), 1, 2, 4
-    off, on = traced(*steps, num_before=2), traced(*steps, num_before=2)
-    off.name, on.name = "flag off", "flag on"
-    off.marks, off.facts = [(0, "forward")], {"device": "x"}
-    on.events = [(at, size // 2 if name == HEAD else size, name) for at, size, name in on.events]
-    off.allocator_peak_bytes = on.allocator_peak_bytes = 8 * MIB
-    on.base[INPUTS], on.unaccounted_bytes = 5, -300
+    facts = {"marks": [(0, "forward")], "facts": {"device": "x"}, "allocator_peak_bytes": 8 * MIB}
+    off = replace(traced(*steps, num_before=2), name="flag off", **facts)
+    halved = [(at, size // 2 if name == HEAD else size, name) for at, size, name in off.events]
+    on = replace(off, name="flag on", base=off.base | {INPUTS: 5}, events=halved, unaccounted_bytes=-300)
     path = tmp_path / "in" / "x.json"
     memory.write([off, on], path, ["memory"])
     assert memory.read(path) == [off, on]
+    for last, words in (',\n   "x"', "a category is not known"), ("", "IndexError"):
+        (other := tmp_path / "other.json").write_text(path.read_text().replace(f',\n   "{HEAD}"', last, 1))
+        with pytest.raises(UsageError, match=f"is no result of this command: .*{words}"):
+            memory.read(other)
     done = run_here(memory.main, "--draw", path, "--out", tmp_path / "out")
     printed = [" ".join(line.split()) for line in done.stdout.splitlines()]
     lines = {"max_memory_allocated 8.0 8.0", "the second's peak is 0.0 MiB lower, 39% of it"}

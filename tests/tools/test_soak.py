@@ -27,29 +27,25 @@ FAULTS = {
 }
 
 
-def run_forked(forks, ranks, folder, words):
-    return forks.launch(
-        ["-m", *words.split(), "--seed", "3"], folder, ranks=range(ranks), WORLD_SIZE=str(ranks)
-    )
-
-
 def test_a_short_soak(forks, tmp_path):
     """Over TP 2 and 4; then one that the time limit ends."""
     path = tmp_path / "soak.json"
-    status, said = run_forked(forks, 4, tmp_path, f"tests.soak --steps 24 --pool 4 --json {path}")
+    words = f"-m tests.soak --seed 3 --steps 24 --pool 4 --json {path}"
+    status, said = forks(4, tmp_path, *words.split())
     assert status == 0 and "soak: no drift, hang or leak" in said, said[-3000:]
     (row,) = results.rows(path)
     assert (row["failure"], row["steps"], row["shape"]) == (None, 24, "4 ranks")
     assert 0 < row["worst_error_over_bound"] <= 1 and row["problems"] > 4 and row["collectives"] > 24 * 4
-    status, said = run_forked(forks, 2, tmp_path, "tests.soak --steps 100000 --time-limit 1 --pool 2")
+    words = "-m tests.soak --seed 3 --steps 100000 --time-limit 1 --pool 2"
+    status, said = forks(2, tmp_path, *words.split())
     assert status == 0 and "no drift, hang or leak" in said, said[-2000:]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_is_wrong_ends_it_with_status_1(forks, tmp_path, fault):
     # Two busy cores can keep a rank waiting for longer than one that hangs has to.
-    words = f"{__name__} {fault} --steps 80 --pool 2 --hang-timeout {8 if fault == 'hang' else 120}"
-    status, said = run_forked(forks, 2, tmp_path, words)
+    words = f"-m {__name__} {fault} --seed 3 --steps 80 --pool 2"
+    status, said = forks(2, tmp_path, *words.split(), f"--hang-timeout={8 if fault == 'hang' else 120}")
     assert status == 1 and FAULTS[fault][1] in said and "no drift, hang or leak" not in said, said[-3000:]
     assert fault != "hang" or "test_soak.py" in said  # its stack
 

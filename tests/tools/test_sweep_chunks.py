@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,16 +13,13 @@ from megatron_fused_ce.scripts.bench import loss
 from megatron_fused_ce.scripts.lib import results
 from megatron_fused_ce.scripts.runs.sweep import OUT_OF_MEMORY, Row, main, pareto_front, recommend
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "sweep_chunks.py"
 BRIEF = ["--device", "cpu", "--tokens", "32", "--hidden", "8", "--vocab", "64", "--chunks", "1", "4"]
 BRIEF += ["--strategies", "store", "recompute", "--blocks", "1", "--sample-ms", "0"]
 KEYS = ["auto", "store x 1", "store x 4", "recompute x 1", "recompute x 4"]
 
 
-def row(strategy, num_chunks, ratio, peak, status="ok", spread=0.0) -> Row:
-    time_ms = None if ratio is None else 10 * ratio
-    made = {"status": status, "time_ms": time_ms, "ratio": ratio, "spread": spread, "peak_mib": peak}
-    return replace(Row.of(strategy, num_chunks), **made)
+def row(strategy, num_chunks, ratio, peak, status="ok") -> Row:
+    return replace(Row.of(strategy, num_chunks), status=status, ratio=ratio, peak_mib=peak)
 
 
 # --- the front, the choice -----------------------------------------------------------------------
@@ -90,17 +86,10 @@ def no_room(*sizes, **options):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
 
 
-def without_room(lost, right=loss.of_config):
-    def of_config(world, name, config):
-        case = right(world, name, config)
-        return replace(case, run=no_room) if name in lost else case
-
-    return of_config
-
-
 def test_out_of_memory_is_a_row(ran, monkeypatch):
     """Ratios are over `auto`, or the last, which needs least."""
-    monkeypatch.setattr(loss, "of_config", without_room({"auto"}))
+    right, wrong = loss.of_config, {"auto": {"run": no_room}}
+    monkeypatch.setattr(loss, "of_config", lambda *of: replace(right(*of), **wrong.get(of[1], {})))
     done, made_by, rows, _ = ran(main, *BRIEF)
     assert done.returncode == 0 and made_by["reference"] == "recompute x 4"
     assert [key for key, r in rows.items() if r["status"] != "ok"] == ["auto"]
@@ -110,29 +99,21 @@ def test_out_of_memory_is_a_row(ran, monkeypatch):
     assert done.stdout.count("| out of memory |") == 1
 
 
-def wrong_loss(*given, right=loss.loss_of):
-    return {"loss": 1.01 * right(*given)["loss"]}
-
-
-WRONG = {
-    "auto is wrong": ("loss_of", wrong_loss, 1),
-    "nothing of this package ran to its end": ("of_config", without_room(KEYS), 2),
-    "operands alone do not fit": ("OP", replace(loss.OP, problem=no_room), 2),
-}
-
-
-@pytest.mark.parametrize("words", WRONG)
-def test_what_cannot_be_swept_is_one_line(ran, monkeypatch, words):
-    name, wrong, status = WRONG[words]
-    monkeypatch.setattr(loss, name, wrong)
-    done, made_by, *_ = ran(main, *BRIEF)
-    assert done.returncode == status and not made_by and words in done.stderr.splitlines()[-1], done
+def test_what_cannot_be_swept_is_one_line(ran, monkeypatch):
+    right, too_large = loss.loss_of, replace(loss.OP, problem=no_room)
+    for name, wrong, status, words in (
+        ("loss_of", lambda *given: {"loss": 1.01 * right(*given)["loss"]}, 1, "auto is wrong"),
+        ("OP", too_large, 2, "operands alone do not fit"),
+    ):
+        monkeypatch.setattr(loss, name, wrong)
+        done, made_by, *_ = ran(main, *BRIEF)
+        assert done.returncode == status and not made_by and words in done.stderr.splitlines()[-1], done
 
 
 def test_two_ranks_with_sequence_parallelism(forks, tmp_path):
     """gloo: one table, the shard's sizes."""
-    words = [SCRIPT, *BRIEF, "--sequence-parallel", "--out", tmp_path]
-    status, out = forks.launch(words, tmp_path, ranks=range(2), WORLD_SIZE="2")
+    words = results.SCRIPTS / "sweep_chunks.py", *BRIEF, "--sequence-parallel", "--out", tmp_path
+    status, out = forks(2, tmp_path, *words)
     assert status == 0, out[-3000:]
     made_by, rows = (results.read(tmp_path / "sweep.json")[name] for name in ("made_by", "rows"))
     assert [r["variant"] for r in rows] == KEYS and all(r["status"] == "ok" for r in rows)
