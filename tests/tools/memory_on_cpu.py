@@ -16,7 +16,6 @@ import torch
 sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
 
 from megatron_fused_ce.scripts.lib import live_storages, megatron_cpu, runner  # noqa: E402
-from megatron_fused_ce.scripts.runs import memory  # noqa: E402
 
 
 class Allocator(live_storages.LiveStorages):
