@@ -23,6 +23,7 @@ from megatron_fused_ce.scripts.lib.reference import make_inputs, plain_head, rel
 from tests.support import pairs
 from tests.support.losses import TABLE, assert_close, compare
 from tests.support.op import (
+    DTYPES,
     EXP_DTYPE,
     SIZES,
     STRATEGIES,
@@ -162,11 +163,18 @@ def test_empty_batch(rank: Rank):
 
 
 @on_ranks(2)
-@pairs.parametrize("other results")
-def test_other_results(rank: Rank, asked, strategy, sequence_parallel, merge, dtype):
+@pairs.parametrize(
+    {
+        "asked": ("every output", "5 entries"),
+        "strategy": STRATEGIES,
+        "sp": (False, True),
+        "merge": ("packed", "all_reduce"),
+        "dtype": DTYPES[:2],
+    }
+)
+def test_other_results(rank: Rank, asked, strategy, sp, merge, dtype):
     """Every output beside the loss; a teacher's targets."""
-    asked = {"outputs": "every output", "distillation": "5 entries"}[asked]
-    as_fp64(rank, asked, strategy, sequence_parallel, merge, getattr(torch, dtype))
+    as_fp64(rank, asked, strategy, sp, merge, dtype)
 
 
 @on_ranks(2)

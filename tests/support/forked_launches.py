@@ -63,9 +63,10 @@ def run(
     number = str(ranks[rank.rank])
     os.environ |= {**more, "RANK": number, "LOCAL_RANK": number}
     os.chdir(folder)
-    status: Any = 0
+    status: Any = 1
     try:
         _run(words)
+        status = 0
     except SystemExit as left:
         status = left.code or 0
         if not isinstance(status, int):
@@ -73,7 +74,6 @@ def run(
             status = 1
     except BaseException:
         traceback.print_exc()
-        status = 1
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -21,8 +21,6 @@ from tests.support.losses import assert_within
 from tests.support.op import DTYPES, STRATEGIES, Parts, open_main_grad
 from tests.support.roundings import Roundings
 
-LABELS = ("any", "edges", "outside")
-UPSTREAMS = ("normal", "mask", "zeros", "equal", "uneven")
 STRIDES = ("contiguous", "transposed", "columns of more", "every second row", "expanded")
 
 
@@ -292,8 +290,8 @@ def problems(draw: Any, max_shards: int = 1) -> DrawnProblem:
         values=one(*KINDS),
         log2_hidden=draw(LOG2),
         log2_weight=draw(LOG2),
-        labels=one(*LABELS),
-        upstream=one(*UPSTREAMS),
+        labels=one("any", "edges", "outside"),
+        upstream=one("normal", "mask", "zeros", "equal", "uneven"),
         # Not below fp32's normal numbers: eager's check calls that nothing.
         log2_upstream=draw(LOG2.filter(lambda bits: bits > -126)),
         strides=(one(*STRIDES), one(*STRIDES), one(*STRIDES)),
