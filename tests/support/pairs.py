@@ -44,7 +44,7 @@ def cases(axes: Axes) -> dict[str, dict[str, Any]]:
         rows.append({axis: row[axis] for axis in axes})
         for pair in itertools.combinations(rows[-1].items(), 2):
             left.pop(pair, None)
-    return {"-".join(map(str, row.values())): row for row in rows}
+    return {"-".join(str(value).removeprefix("torch.") for value in row.values()): row for row in rows}
 
 
 def parametrize(axes: Axes) -> pytest.MarkDecorator:
