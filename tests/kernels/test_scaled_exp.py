@@ -50,10 +50,8 @@ pytestmark = pytest.mark.skipif(not HAS_EXP, reason="needs Hopper or newer")
 SIZES = dict(s=201, b=3, hidden_size=328, vocab=2056)
 TOKENS, VOCABS = (1, 31, 64, 65, 129), (8, 64, 256, 264, 512)
 #: What its epilogue makes, small enough for every size below.
-OPTIONS = {
-    **{name: LOSS_OPTIONS[name] for name in ("z-loss", "softcap", "masked padding")},
-    "all": {name: value for name, value in LOSS_OPTIONS["all"].items() if name != "label_smoothing"},
-}
+OPTIONS = {name: LOSS_OPTIONS[name] for name in ("z-loss", "softcap", "masked padding")}
+OPTIONS["all"] = {"z_loss": 1e-3, "logit_softcap": 30.0, "ignore_index": -1, "true_vocab_size": 45}
 #: Vocabulary, tokens and column of :func:`head_of_outliers`; none of the sampled columns.
 OUTLIERS = (520, 70, 301)
 if not ON_GPU:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -14,44 +13,12 @@ from megatron_fused_ce.head.autograd import linear_cross_entropy
 from megatron_fused_ce.head.call import Call
 from megatron_fused_ce.scripts.lib.reference import plain_head
 from tests.support import pairs
-from tests.support.losses import LOSS_OPTIONS, assert_within
-from tests.support.op import DTYPES, EXP_DTYPE, SIZES, STRATEGIES, sizes_of, strategy_in_place, whole
+from tests.support.losses import assert_within
+from tests.support.op import EXP_DTYPE, SIZES, STRATEGIES, sizes_of, strategy_in_place, whole
 from tests.support.problems import DrawnProblem, run
 from tests.support.ranks import Rank, on_ranks
 
-#: Of :class:`.FusedCEConfig`, by name; sizes are those of the smaller vocabulary of tests/support/op.py.
-OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    **LOSS_OPTIONS,
-    "logit scale": {"logit_scale": 0.25},
-    "logits rounded": {"logit_precision": "activations"},
-    "logits in fp32": {"logit_precision": "fp32"},
-}
-#: What only four ranks can break: rings of buffers, shards, merges and skipped tokens.
-LAYOUT = {
-    "strategy": (*STRATEGIES, "mixed"),
-    "backend": ("gemm_rows", "scaled_exp"),
-    "sequence_parallel": (False, True),
-    "merge": ("packed", "all_reduce"),
-    "shards": ("equal", "unequal"),
-    "skip_masked": (False, True),
-    "chunk_tokens": (40, 20, 12),  # two chunks, four, six and more: a ring of buffers has room for three
-}
-TWO, FOUR = (
-    pairs.cases(
-        {
-            "option": tuple(OPTIONS),
-            # Over one rank all of them: tests/op.
-            "kind": ("plain", "odd-labels", "wide"),
-            **LAYOUT,
-            "dtype": DTYPES,
-            "grad_weight": ("returned", "main_grad", "low main_grad", "frozen"),
-            "vocab_start": ("given", "found"),
-            "tokens": ("[s, b, H]", "[T, H]"),
-        }
-    ),
-    pairs.cases(LAYOUT),
-)
+TWO, FOUR = pairs.cases(pairs.AXES), pairs.cases(pairs.LAYOUT)
 
 
 @on_ranks(2)
@@ -104,7 +71,7 @@ def against_fp64(
 ) -> None:  # fmt: skip
     """One call, and its backward."""
     vocab = 512 if backend == "scaled_exp" else 100 if shards == "equal" else 97
-    options, fewer = {"ignore_index": None, **OPTIONS[option]}, 1
+    options, fewer = {"ignore_index": None, **pairs.OPTIONS[option]}, 1
     if backend == "scaled_exp":
         options |= {"true_vocab_size": 200} if "true_vocab_size" in options else {}
         # Half the tokens, in chunks of half as many, for Triton's interpreter.

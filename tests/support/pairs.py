@@ -8,20 +8,48 @@ from typing import Any
 import pytest
 
 from tests.support.losses import LOSS_OPTIONS
-from tests.support.op import DTYPES
+from tests.support.op import DTYPES, STRATEGIES
 
 Axes = dict[str, tuple[Any, ...]]
+#: Of :class:`.FusedCEConfig`, by name; sizes are those of the smaller vocabulary of tests/support/op.py.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    **LOSS_OPTIONS,
+    "logit scale": {"logit_scale": 0.25},
+    "logits rounded": {"logit_precision": "activations"},
+    "logits in fp32": {"logit_precision": "fp32"},
+}
+#: What only four ranks can break: rings of buffers, shards, merges and skipped tokens.
+LAYOUT = {
+    "strategy": (*STRATEGIES, "mixed"),
+    "backend": ("gemm_rows", "scaled_exp"),
+    "sequence_parallel": (False, True),
+    "merge": ("packed", "all_reduce"),
+    "shards": ("equal", "unequal"),
+    "skip_masked": (False, True),
+    "chunk_tokens": (40, 20, 12),  # two chunks, four, six and more: a ring of buffers has room for three
+}
+#: Of the head over two ranks.
+AXES = {
+    "option": tuple(OPTIONS),
+    # Over one rank all of them: tests/op.
+    "kind": ("plain", "odd-labels", "wide"),
+    **LAYOUT,
+    "dtype": DTYPES,
+    "grad_weight": ("returned", "main_grad", "low main_grad", "frozen"),
+    "vocab_start": ("given", "found"),
+    "tokens": ("[s, b, H]", "[T, H]"),
+}
 #: What the scaled-exp GEMM's epilogue cannot make. Its fp32 is the interpreter's: bf16 on GPUs.
-BEYOND_SCALED_EXP = [
-    *(("option", name) for name, options in LOSS_OPTIONS.items() if "label_smoothing" in options),
+BEYOND_SCALED_EXP = {
+    *(("option", name) for name, options in OPTIONS.items() if "label_smoothing" in options),
     *(("dtype", other) for other in DTYPES[1:]),
-]
+}
 
 
 def allowed(a: tuple[str, Any], b: tuple[str, Any]) -> bool:
     """Whether two values of two axes may meet."""
-    beyond = BEYOND_SCALED_EXP
-    return ("backend", "scaled_exp") not in (a, b) or (a not in beyond and b not in beyond)
+    return ("backend", "scaled_exp") not in (a, b) or BEYOND_SCALED_EXP.isdisjoint((a, b))
 
 
 def cases(axes: Axes) -> dict[str, dict[str, Any]]:

@@ -71,12 +71,8 @@ class Step:
         return linear_cross_entropy(Call(hidden, self.weight, self.inputs.labels, **given)).loss
 
     def backward(self, loss):
-        """Gradients of hidden states and weight, returned."""
+        """Gradients of hidden states and weight, of this micro-batch by itself: returned."""
         return torch.autograd.grad(loss, (self.hidden, self.weight), self.grad_loss)
-
-    def alone(self):
-        """Both gradients of this micro-batch by itself."""
-        return self.backward(self.forward())
 
     def sums(self):
         """Where gradients are added up: of hidden states and weight."""
