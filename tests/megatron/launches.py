@@ -1,4 +1,4 @@
-"""Launches of Megatron's training scripts on a CPU by torchrun, and the digits that they log."""
+"""Launches of Megatron's training scripts on a CPU by torchrun: a tiny model, and every digit it logs."""
 
 from __future__ import annotations
 
@@ -8,8 +8,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+from megatron_fused_ce.scripts.runs.pretrain import CPU_ONLY_ARGS
+
 ROOT = Path(__file__).resolve().parents[2]
 EXACT = "[megatron_cpu] exact "
+#: Several micro-batches a step, and evaluation. Vocabulary 127 + eod, padded to 128·TP.
+BASE_ARGS = f"""
+    --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4
+    --seq-length 32 --max-position-embeddings 32 --position-embedding-type rope
+    --micro-batch-size 2 --global-batch-size 8 --train-iters 5
+    --lr 1e-3 --lr-decay-style constant
+    --mock-data --split 90,10,0 --tokenizer-type NullTokenizer --vocab-size 127 --num-workers 0
+    --eval-iters 1 --eval-interval 3 --log-interval 1 --tensor-model-parallel-size 2 {CPU_ONLY_ARGS}
+"""
 
 
 def words_of(script, *arguments):

@@ -11,19 +11,32 @@ import math
 
 import pytest
 
-from megatron_fused_ce.scripts.lib import launches
 from megatron_fused_ce.scripts.lib import logs as megatron_logs
+from megatron_fused_ce.scripts.lib.launches import NO_FUSED_WGRAD, STOCK, UNTIED
 from megatron_fused_ce.scripts.runs import pretrain
-from tests.megatron.launches import by_torchrun, exact_lines, told_by_ranks, words_of
+from tests.megatron.launches import BASE_ARGS, by_torchrun, exact_lines, told_by_ranks, words_of
 from tests.support.checkouts import on_checkouts
-from tests.support.cpu_case import cpu_case
 
 pytestmark = pytest.mark.rest
+OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+DP2 = "--num-layers 2 --tensor-model-parallel-size 1 --no-gradient-reduce-div-fusion"
+PP2 = "--pipeline-model-parallel-size 2 --sequence-parallel"
+VPP = f"--num-layers 4 --num-layers-per-virtual-pipeline-stage 1 {PP2}"
+#: Ranks and arguments. Together: sequence parallelism, tied and untied weights, pipeline stages, gradients
+#: that the fused kernel (its stand-in) accumulates and those that it does not.
+CASES = {
+    "plain": (2, f"--num-layers 2 --sequence-parallel {UNTIED} {NO_FUSED_WGRAD}"),
+    "mtp": (2, "--num-layers 2 --mtp-num-layers 1 --sequence-parallel"),
+    "distopt": (4, f"--num-layers 2 --sequence-parallel {UNTIED} {OVERLAPS}"),
+    "pp2-mtp": (4, f"--num-layers 2 --mtp-num-layers 1 {PP2} {UNTIED}"),
+    "vpp": (4, f"{VPP} {OVERLAPS} {NO_FUSED_WGRAD}"),
+    "vpp-wgrad": (4, VPP),
+    "fsdp": (2, f"{DP2} {UNTIED} {NO_FUSED_WGRAD}"),
+}
 NUM_HEADS = {"plain": 1, "mtp": 2, "pp2-mtp": 2, "vpp": 1}
 NUM_FORWARDS = 5 * 4 + 3 * 4  # iterations and evaluations, of 4 micro-batches each
 CHUNKS = "--fused-chunked-ce --fused-ce-num-chunks 3 --fused-ce-strategy"
 GRAD_IN_FORWARD = f"{CHUNKS} grad_in_forward"
-FSDP2 = "--use-torch-fsdp2 --no-gradient-accumulation-fusion"
 MEGATRON_FSDP = (
     "--use-megatron-fsdp --use-distributed-optimizer --ckpt-format fsdp_dtensor"
     " --data-parallel-sharding-strategy optim_grads_params"
@@ -32,8 +45,8 @@ MEGATRON_FSDP = (
 
 def launch(checkout, folder, *flags, case="plain"):
     """What two iterations of a case (plain: TP 2) print, unless ``flags`` say otherwise."""
-    case = cpu_case(case)
-    base = (*case.args, "--train-iters", "2", "--eval-iters", "0")
+    ranks, arguments = CASES[case]
+    base = f"{BASE_ARGS} {arguments} --train-iters 2 --eval-iters 0".split()
     words = words_of(f"{checkout}/pretrain_gpt.py", *base, *flags)
     settings = {
         "TORCHDYNAMO_DISABLE": "1",
@@ -42,7 +55,7 @@ def launch(checkout, folder, *flags, case="plain"):
         "NCCL_ALGO": "Ring",
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     }
-    status, output = by_torchrun(words, folder, checkout, case.num_processes, **settings)
+    status, output = by_torchrun(words, folder, checkout, ranks, **settings)
     assert status == 0, told_by_ranks(output)
     assert ("--defer-embedding-wgrad-compute" in flags) == ("-wgrad-compute has no effect" in output)
     return output
@@ -65,7 +78,7 @@ COMBINED_1F1B = """
 @pytest.mark.parametrize("case", NUM_HEADS)
 def test_pretrain_gpt_flag_off_and_on(checkout, tmp_path, case):
     """Within twice what Megatron's native loss differs by, or what its log can tell apart."""
-    stock, native = (figures_of(checkout, tmp_path, flags, case) for flags in ("", launches.STOCK["native"]))
+    stock, native = (figures_of(checkout, tmp_path, flags, case) for flags in ("", STOCK["native"]))
     for strategy in ("recompute", "store", "grad_in_forward"):
         figures = figures_of(checkout, tmp_path, f"{CHUNKS} {strategy}", case)
         assert figures.heads_fused == NUM_HEADS[case] * NUM_FORWARDS
@@ -89,7 +102,7 @@ PAIRS = {
     "deferral": ("pp2-mtp", f"{CHUNKS} store", "", DEFERRED, 2 * NUM_FORWARDS, 0, 0),
     "deferral, wgrad": ("vpp-wgrad", WGRAD, "", DEFERRED, NUM_FORWARDS / 2, 0, 0),
     # The head's weight is sharded, against DDP without the flag; each rank has half of the micro-batches.
-    "FSDP2": ("fsdp", "", "", f"{FSDP2} {CHUNKS} recompute", NUM_FORWARDS / 2, 1e-6, 1e-5),
+    "FSDP2": ("fsdp", "", "", f"--use-torch-fsdp2 {CHUNKS} recompute", NUM_FORWARDS / 2, 1e-6, 1e-5),
     "Megatron-FSDP": ("fsdp", "", "", f"{MEGATRON_FSDP} {CHUNKS} recompute", NUM_FORWARDS / 2, 1e-6, 1e-5),
 }
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.megatron.launches import by_torchrun, exact_lines, told_by_ranks, words_of
+from megatron_fused_ce.scripts.lib.launches import NO_FUSED_WGRAD, UNTIED
+from tests.megatron.launches import BASE_ARGS, by_torchrun, exact_lines, told_by_ranks, words_of
 from tests.support import forked_launches
 from tests.support.megatron import CORE_0_19
 
@@ -17,18 +18,9 @@ pytestmark = pytest.mark.skipif(
     not CORE_0_19.is_dir(), reason=f"no {CORE_0_19.name} in the environment: scripts/dev/setup_env.sh"
 )
 
-ARGUMENTS = """
-    --num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4
-    --seq-length 32 --max-position-embeddings 32 --position-embedding-type rope
-    --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0
-    --tensor-model-parallel-size 2 --sequence-parallel
-    --micro-batch-size 2 --global-batch-size 4 --train-iters 8 --lr 1e-2 --lr-decay-style constant
-    --mock-data --split 90,10,0 --tokenizer-type NullTokenizer --vocab-size 127 --num-workers 0
-    --eval-iters 0 --eval-interval 4 --log-interval 1 --save-interval 2 --ckpt-format torch_dist
-    --distributed-backend gloo --transformer-impl local --use-cpu-initialization
-    --attention-backend unfused --no-persist-layer-norm --no-masked-softmax-fusion
-    --no-rope-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion
-    --no-gradient-accumulation-fusion
+ARGUMENTS = f"""{BASE_ARGS} --num-layers 2 --sequence-parallel {UNTIED} {NO_FUSED_WGRAD}
+    --hidden-dropout 0 --attention-dropout 0 --global-batch-size 4 --train-iters 8 --lr 1e-2
+    --eval-iters 0 --eval-interval 4 --save-interval 2 --ckpt-format torch_dist
 """
 GRAD_IN_FORWARD = "--fused-chunked-ce --fused-ce-strategy grad_in_forward --fused-ce-num-chunks 3"
 

@@ -71,9 +71,22 @@ def call_of(problem: DistillationProblem, operands, config: FusedCEConfig, **cal
     return Call(*operands, problem.labels, config=config, other_targets=Distillation(*teacher, *how), **call)
 
 
-@pairs.parametrize("divergence")
+@pairs.parametrize(
+    {
+        "values": (
+            *("plain", "near", "sure student", "sure teacher", "both sure", "sure of others"),
+            *("wide student", "wide teacher", "both wide"),
+        ),
+        "kind": tuple(KINDS),
+        "option": tuple(OPTIONS),
+        "dtype": DTYPES,
+        "teacher_dtype": ("the student's", "another"),
+        "strategy": (*STRATEGIES, "mixed"),
+        "temperature": (1.0, 0.5, 4.0),
+        "num_chunks": (1, 4),
+    }
+)
 def test_against_fp64(values, kind, option, dtype, teacher_dtype, strategy, temperature, num_chunks, device):
-    dtype = getattr(torch, dtype)
     problem = make_problem(
         values,
         s=19 if dtype == torch.float32 else 64,  # more of the roundings that a norm is of

@@ -57,7 +57,7 @@ def refusal(loss: Loss, strategy: str) -> str:
 
 #: Every two values of two axes meet; and every loss whose ``E`` is saved, with whatever is made of that.
 ROWS = [
-    *(tuple(row.values()) for row in pairs.generate(AXES)),
+    *(tuple(row.values()) for row in pairs.cases(AXES).values()),
     *(
         (name, strategy, "scaled_exp", "plain", "4 chunks")
         for name, loss in TABLE.items()

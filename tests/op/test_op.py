@@ -10,8 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy
-from megatron_fused_ce.scripts.lib.reference import HeadInputs, make_inputs, relative_error
-from tests.support.losses import assert_close, problem, truth
+from megatron_fused_ce.scripts.lib.reference import HeadInputs, make_inputs, plain_head, relative_error
+from tests.support.losses import assert_close, problem
 from tests.support.op import DTYPES, STRATEGIES, gemm_flops, leaves, run, strategy_in_place
 
 
@@ -41,7 +41,7 @@ def test_frozen_operands(needs, strategy, device):
     of_one = 2 * inputs.labels.numel() * inputs.weight.numel()
     products = 1 + any(needs) * (2 if strategy == "recompute" else 1)
     assert flops.get_total_flops() == of_one * products and loss.requires_grad == any(needs)
-    exact = truth(inputs)
+    exact = plain_head(inputs, torch.float64)
     assert relative_error(loss.detach(), exact.loss) < 2e-6
     for operand, needed, true in zip(operands, needs, exact[1:], strict=True):
         assert (operand.grad is not None) == needed
@@ -72,7 +72,7 @@ def test_mixed_saves_the_first_chunks(stored, dtype, device):
 def test_grad_weight_does_not_lose_precision_with_chunks(device):
     """bf16 accumulation would be at 9e-3 with 64 chunks; fp32 stays where one chunk is."""
     inputs = make_inputs("plain", s=256, b=1, hidden_size=64, vocab=97, dtype=torch.bfloat16, device=device)
-    exact = truth(inputs).grad_weight
+    exact = plain_head(inputs, torch.float64).grad_weight
     errors = [relative_error(run(inputs, FusedCEConfig(num_chunks=n)).grad_weight, exact) for n in (1, 64)]
     assert errors[1] < 1.2 * errors[0] + 1e-4
 
@@ -108,7 +108,7 @@ def test_fp16_smaller_upstream_does_not_vanish(strategy, device):
     tiny.grad_loss.mul_(2.0**-20)
     with RoundedFactors():
         result = run(tiny, FusedCEConfig(strategy=strategy, num_chunks=3))
-    exact = truth(tiny)
+    exact = plain_head(tiny, torch.float64)
     for name in ("grad_hidden", "grad_weight"):  # in steps of 2**-24, and rounded once
         error = getattr(result, name).double() - getattr(exact, name)
         assert error.abs().max() < 1.05 * 2.0**-25, name
@@ -148,7 +148,7 @@ def test_grad_in_forward_keeps_gradients_whatever_size_the_weights_have(dtype, l
     inputs = plain(device, dtype, s=16, b=1, vocab=60, options={"logit_scale": scale})
     result = run(inputs, config, token_weights=inputs.grad_loss * 2.0**log2_promise)
     if dtype == torch.float16 and scale < 1:  # the results themselves are subnormal there
-        exact = truth(inputs)
+        exact = plain_head(inputs, torch.float64)
         for name in ("grad_hidden", "grad_weight"):
             rounded = getattr(exact, name).half()
             assert relative_error(getattr(result, name), rounded) < 0.1
@@ -187,7 +187,7 @@ def test_autocast_copies_the_weight_once(device):
         made = loss() + loss()
     assert casts.count == 1
     made.backward(inputs.grad_loss)
-    assert relative_error(weight.grad, 2 * truth(inputs).grad_weight) < 1e-2
+    assert relative_error(weight.grad, 2 * plain_head(inputs, torch.float64).grad_weight) < 1e-2
     weight.data.mul_(2)  # bumps no version
     with autocast():
         assert (loss() - evaluated).abs().max() > 0.1

@@ -113,7 +113,7 @@ def test_triton_kernels(problem, exponentiating):
             problem,
             dtype=torch.float32,
             hidden_size=4 * (1 + problem.hidden_size // 4),
-            shards=(4 * (1 + problem.vocab // 4),),
+            shards=(4 * (1 + sum(problem.shards) // 4),),
             strides=("contiguous", "contiguous", problem.strides[2]),
             config=replace(problem.config, **options),
         )

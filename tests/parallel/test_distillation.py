@@ -19,6 +19,7 @@ from tests.support.collectives import Collective, Collectives
 from tests.support.distillation import CONFIDENT, KINDS, assert_right, make_problem, plain
 from tests.support.losses import GRADIENTS
 from tests.support.op import (
+    DTYPES,
     EXP_DTYPE,
     STRATEGIES,
     Parts,
@@ -62,14 +63,14 @@ def over_ranks(
 def against_fp64(
     rank: Rank, *, values="plain", kind="forward_kl", option="plain", strategy="store",
     sequence_parallel=False, teacher_sequence_parallel=None, merge="auto", shards="unequal",
-    skips="nothing", chunk_tokens=20, dtype="float32", s=24,
+    skips="nothing", chunk_tokens=20, dtype=torch.float32, s=24,
 ):  # fmt: skip
     options, rows = dict(distillation.OPTIONS[option]), VOCAB[shards]
     if "padding" in options:
         rows -= options["padding"][0]
     problem = make_problem(
         values, s=s, b=3, sizes=(32, 32 if values == "near" else 16), vocab=rows, kind=kind, temperature=2.0,
-        dtype=getattr(torch, dtype), device=rank.device, **options,
+        dtype=dtype, device=rank.device, **options,
     )  # fmt: skip
     left_out = torch.zeros_like(problem.labels, dtype=torch.bool)
     if skips != "nothing":
@@ -89,7 +90,21 @@ def against_fp64(
     assert_right(problem, made)
 
 
-CASES = pairs.cases("divergence over ranks")
+CASES = pairs.cases(
+    {
+        "values": ("plain", "near", "sure of others", "wide student"),
+        "kind": tuple(KINDS)[:3],
+        "option": ("plain", "label weights", "more padding", "less padding"),
+        "strategy": (*STRATEGIES, "mixed"),
+        "sequence_parallel": (False, True),
+        "teacher_sequence_parallel": (False, True),
+        "merge": ("packed", "all_reduce"),
+        "shards": ("equal", "unequal"),
+        "skips": ("nothing", "masked"),
+        "chunk_tokens": (40, 12),
+        "dtype": DTYPES,
+    }
+)
 FOUR = {"kind": "reverse_kl", "strategy": "grad_in_forward", "values": "sure of others", "skips": "masked"}
 
 
@@ -97,7 +112,7 @@ FOUR = {"kind": "reverse_kl", "strategy": "grad_in_forward", "values": "sure of 
 @pytest.mark.parametrize("case", CASES)
 def test_against_fp64(rank: Rank, case):
     case = CASES[case]
-    against_fp64(rank, **case, s=24 if case["dtype"] == "float32" else 48)
+    against_fp64(rank, **case, s=24 if case["dtype"] == torch.float32 else 48)
 
 
 @on_ranks(4)

@@ -22,10 +22,11 @@ from torch.utils.checkpoint import checkpoint
 from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy
 from megatron_fused_ce.head import promise
 from megatron_fused_ce.ranks import agreement
+from megatron_fused_ce.scripts.lib.reference import make_inputs
 from tests.support import megatron
 from tests.support.collectives import Collectives
 from tests.support.megatron import BATCH, DDP, SEQUENCE, Model, both_cores, flag, of_core
-from tests.support.op import plain_inputs, promises, shard_of
+from tests.support.op import SIZES, promises, shard_of
 from tests.support.ranks import Rank, on_ranks
 
 TWO, FOUR = both_cores(2, needs_nccl=DDP), of_core(4, megatron.NEWEST)
@@ -224,7 +225,7 @@ def test_one_rank_alone_finds_it_broken(rank: Rank, sp):
 def test_each_rank_with_a_scalar_of_its_own(rank: Rank, factors, sp):
     """Each fits, and no scalar is right for ``grad_hidden``, which was summed over them in the
     forward. Within a checkpoint, whose forward runs twice."""
-    inputs = plain_inputs(rank)
+    inputs = make_inputs("plain", **SIZES, dtype=torch.float32, device=rank.device)
     hidden, weight, group = shard_of(rank, inputs, sp)
     mask = (inputs.grad_loss > -0.5).float()
     made, kept = [], factors[0] == factors[1]

@@ -18,7 +18,7 @@ from tests.support.op import EXP_DTYPE, SIZES, STRATEGIES, sizes_of, strategy_in
 from tests.support.problems import DrawnProblem, run
 from tests.support.ranks import Rank, on_ranks
 
-TWO, FOUR = pairs.cases("2 ranks"), pairs.cases("4 ranks")
+TWO, FOUR = pairs.cases(pairs.AXES), pairs.cases(pairs.LAYOUT)
 
 
 @on_ranks(2)
@@ -65,13 +65,13 @@ def test_a_last_chunk_of_one_token_a_rank(rank: Rank, strategy):
 
 
 def against_fp64(
-    rank: Rank, *, option="plain", kind="plain", dtype="float32", grad_weight="returned", vocab_start="given",
-    tokens="[s, b, H]", strategy="recompute", backend="gemm_rows", sequence_parallel=False, merge="packed",
-    shards="equal", skip_masked=False, chunk_tokens=20,
+    rank: Rank, *, option="plain", kind="plain", dtype=torch.float32, grad_weight="returned",
+    vocab_start="given", tokens="[s, b, H]", strategy="recompute", backend="gemm_rows",
+    sequence_parallel=False, merge="packed", shards="equal", skip_masked=False, chunk_tokens=20,
 ) -> None:  # fmt: skip
     """One call, and its backward."""
     vocab = 512 if backend == "scaled_exp" else 100 if shards == "equal" else 97
-    options, dtype, fewer = {"ignore_index": None, **pairs.OPTIONS[option]}, getattr(torch, dtype), 1
+    options, fewer = {"ignore_index": None, **pairs.OPTIONS[option]}, 1
     if backend == "scaled_exp":
         options |= {"true_vocab_size": 200} if "true_vocab_size" in options else {}
         # Half the tokens, in chunks of half as many, for Triton's interpreter.

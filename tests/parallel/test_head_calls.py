@@ -11,11 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megatron_fused_ce import (
-    FusedCEConfig,
-    fused_linear_cross_entropy,
-    fused_linear_token_outputs,
-)
+from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, fused_linear_token_outputs
 from megatron_fused_ce.head import tokens
 from megatron_fused_ce.losses.outputs import OUTPUTS
 from megatron_fused_ce.scripts.lib import reference
@@ -23,11 +19,11 @@ from megatron_fused_ce.scripts.lib.reference import make_inputs, plain_head, rel
 from tests.support import pairs
 from tests.support.losses import TABLE, assert_close, compare
 from tests.support.op import (
+    DTYPES,
     EXP_DTYPE,
     SIZES,
     STRATEGIES,
     collectives_run,
-    plain_inputs,
     rows_of,
     run,
     same_on_all_ranks,
@@ -98,7 +94,7 @@ def test_an_outlier_in_one_shard(rank: Rank, strategy, sp):
 def test_nan_of_one_token(rank: Rank, where, strategy, sp):
     """Its loss is NaN on every rank, or, where its upstream gradient is NaN and it is left out, its gradient;
     every other token's are as without."""
-    inputs = plain_inputs(rank, vocab=100)
+    inputs = make_inputs("plain", **SIZES | {"vocab": 100}, dtype=torch.float32, device=rank.device)
     at = (2, 13)  # [b, s]
     inputs.weight[99, 3] = 1e38
     inputs.hidden[..., 3] = 0.0
@@ -132,7 +128,7 @@ def test_nan_of_one_token(rank: Rank, where, strategy, sp):
 @pytest.mark.parametrize("strategy", ["recompute", "store"])
 def test_frozen_operands(rank: Rank, strategy):
     """One of them under sequence parallelism, with the gradients of two backwards; without gradients, too."""
-    inputs = plain_inputs(rank, s=8, b=2, vocab=100)
+    inputs = make_inputs("plain", **SIZES | {"s": 8, "vocab": 100}, dtype=torch.float32, device=rank.device)
     exact = plain_head(inputs, torch.float64)
     mine = exact.grad_hidden[tokens_of(rank, 8, True)], exact.grad_weight[rows_of(rank, "equal", 100)]
     for trained in (0, 1, None):
@@ -162,30 +158,26 @@ def test_empty_batch(rank: Rank):
 
 
 @on_ranks(2)
-@pairs.parametrize("other results")
-def test_other_results(rank: Rank, asked, strategy, sequence_parallel, merge, dtype):
-    """Every output beside the loss; a teacher's targets."""
-    asked = {"outputs": "every output", "distillation": "5 entries"}[asked]
-    as_fp64(rank, asked, strategy, sequence_parallel, merge, getattr(torch, dtype))
-
-
-@on_ranks(2)
-@STRATEGY_SP
-@pytest.mark.parametrize("asked", ["terms: users' own", "terms: several labels"])
-def test_a_sum_of_terms(rank: Rank, asked, strategy, sp):
-    as_fp64(rank, asked, strategy, sp)
-
-
-def as_fp64(rank: Rank, asked, strategy, sequence_parallel, merge="auto", dtype=torch.float32):
+@pairs.parametrize(
+    {
+        "asked": ("every output", "5 entries", "terms: users' own", "terms: several labels"),
+        "strategy": STRATEGIES,
+        "sp": (False, True),
+        "merge": ("packed", "all_reduce"),
+        "dtype": DTYPES[:2],
+    }
+)
+def test_other_results(rank: Rank, asked, strategy, sp, merge, dtype):
+    """Every output beside the loss; a teacher's targets; sums of terms."""
     inputs = make_inputs("odd-labels", **SIZES, dtype=dtype, device=rank.device)
-    compare(TABLE[asked], inputs, strategy, rank, sequence_parallel, merge=merge)
+    compare(TABLE[asked], inputs, strategy, rank, sp, merge=merge)
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("merge", ["packed", "all_reduce"])
 def test_equal_logits(rank: Rank, merge):
     """The lowest id of the first shard is predicted."""
-    inputs = plain_inputs(rank)
+    inputs = make_inputs("plain", **SIZES, dtype=torch.float32, device=rank.device)
     inputs.hidden.mul_(4).round_()  # whole numbers: equal whatever the order of a shard's sums
     inputs.weight.fill_(1.0)
     hidden, weight, settings = shard_of(rank, inputs, True)
@@ -208,7 +200,7 @@ def test_equal_logits(rank: Rank, merge):
 def test_collectives_at_their_start_or_wait(rank: Rank, strategy, at, sp, merge):
     """Nothing that is under way is overwritten, nothing is read that has not been waited for, and no gather
     goes into a slot that is still read. Random delays: test_distillation.py."""
-    inputs = plain_inputs(rank, b=2, vocab=512)
+    inputs = make_inputs("plain", **SIZES | {"b": 2, "vocab": 512}, dtype=torch.float32, device=rank.device)
     config = FusedCEConfig(strategy=strategy, chunk_tokens=8, merge=merge, logits_backend="gemm_rows")
     with collectives_run(at):
         result = fused_result(rank, inputs, config, sp)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.op import STRATEGIES
-from tests.support.pairs import generate
+from tests.support.pairs import cases
 from tests.support.ranks import Rank, RankProcesses
 from tests.support.steps import AtOperator, Step, what_is_left
 
@@ -82,9 +82,9 @@ def lose(rank: Rank, ended: str, how, phase, strategy, sp):
 
 
 #: Rows in which all pairs meet; those of `make test` come first.
-ROWS = generate({"how": tuple(WORDS), "phase": PHASES, "strategy": STRATEGIES, "sp": (False, True)})
+ROWS = cases({"how": tuple(WORDS), "phase": PHASES, "strategy": STRATEGIES, "sp": (False, True)})
 CASES = [("killed", "backward", strategy, True) for strategy in STRATEGIES]
-CASES += [pytest.param(*row.values(), marks=pytest.mark.rest) for row in ROWS]
+CASES += [pytest.param(*row.values(), marks=pytest.mark.rest) for row in ROWS.values()]
 
 
 @pytest.mark.parametrize(("how", "phase", "strategy", "sp"), CASES)

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -16,7 +17,6 @@ from megatron_fused_ce.plan.shell_script import Reader
 from megatron_fused_ce.plan.shell_words import unknowns
 from megatron_fused_ce.scripts.dev.megatron_records import version
 from tests.support.checkouts import on_checkouts
-from tests.support.random_scripts import random_script
 
 OPTIONS = [name for action in command._parser(own=False)._actions for name in action.option_strings]
 CASES = re.findall(
@@ -74,6 +74,54 @@ def test_a_script_without_end_ends(script, said):
         launch_script.of_script(script, {}, OPTIONS)
 
 
+# --- random scripts, and bash itself ----------------------------------------------------------------
+
+#: Each ends with this call of four variables, each one word, and an array behind them.
+LAST = 'launch "$A" "$B" "${C:-none}" "x$D" "${R[@]}"'
+#: What each ``<word>`` may become; of a file ``x`` each test may go either way.
+GRAMMAR = {
+    "V": tuple("ABCD"),
+    "value": (
+        *("1", "2", "'x y'", '"a b"', '"${<V>}"', "$<V>", "${<V>:-7}", "${<V>:=8}", "${<V>:+z}"),
+        *('"p ${<V>} q"', "$(echo 5)", "$((${N:-1} * 2 + 1))", '"${R[@]}"', '"${R[*]}"', "$1", '"$@"'),
+    ),
+    "assignment": (
+        *("<V>=<value>", "<V>=<value>", "<V>+=<value>", "export <V>=<value>", "R+=(<value>)"),
+        *("R=(<value> k)", ": ${<V>:=3}", "unset <V>"),
+    ),
+    "test": (
+        *("[ -e x ]", "! [ -e x ]", '[ "$<V>" = 2 ]', "[[ -z $<V> ]]", '[[ "$<V>" == *b* ]]', "true"),
+        *('test -n "$<V>"', "false", '[ "${<V>:-0}" -gt 1 ]', "[[ -n $<V> && ( $<V> != 1 || -e x ) ]]"),
+    ),
+    "block": ("<statement>", "<statement>\n<statement>", "<statement>\n<statement>\n<statement>"),
+    "statement": (
+        *["<assignment>"] * 10,
+        *["if <test>; then\n<block>\nelif <test>; then\n<block>\nelse\n<block>\nfi"] * 3,
+        *("<test> && <assignment>", "<test> || <assignment>", *["<test> && { <assignment>; <leave>; }"] * 3),
+        'case "$<V>" in\n2|a*) <assignment> ;;\n*) <assignment> ;;\nesac',
+        *["for <V> in 1 2; do\n<block>\ndone"] * 3,
+        *("(\n<block>\n)", "<call>"),
+    ),
+    "call": ("f <value>",),
+}
+
+
+def random_script(seed: int) -> str:
+    random = Random(seed)
+
+    def made(word: str, depth: int = 0, leave: str = "") -> str:
+        if word == "leave":
+            return leave
+        if (word == "statement" and not depth) or (word == "call" and leave != "exit 1"):
+            word = "assignment"
+        text, depth = random.choice(GRAMMAR[word]), depth - (word == "statement")
+        leave = random.choice((leave, "break", "continue")) if text.startswith("for") else leave
+        return re.sub("<(.*?)>", lambda found: made(found[1], depth, leave), text)
+
+    blocks = made("block", 2, "return 0"), made("block", 3, "exit 1"), made("block", 3, "exit 1")
+    return "f() {{\nlocal {}=4\n{}\n}}\n{}\n{}\n{}".format(made("V"), *blocks, LAST)
+
+
 def by_bash(script: str, folder: Path) -> list[str]:
     """The words that ``launch`` gets from bash itself; none if the script ends before it."""
     done = subprocess.run(
@@ -85,7 +133,8 @@ def by_bash(script: str, folder: Path) -> list[str]:
 
 @pytest.mark.skipif(not shutil.which("bash"), reason="needs bash")
 def test_what_is_taken_as_known_is_what_bash_does(tmp_path):
-    """Random scripts, each with the file that they test for there and not there: known words are bash's."""
+    """Assignments, tests, branches, loops and functions, each with the file that they test for there and not
+    there: known words are bash's."""
     known = 0
     for seed in range(250):
         script = random_script(seed)

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
 
 import pytest
 
@@ -30,8 +25,9 @@ from megatron_fused_ce.plan.setting import (
 from megatron_fused_ce.planner.choose import plan
 from megatron_fused_ce.planner.memory import MIB, PlanInputs
 from megatron_fused_ce.scripts.dev import figures_plan as check_plan
+from tests.support.megatron import INSTALLED
+from tests.support.ranks import Rank, RankProcesses
 
-ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30
 H100 = Gpu("h100", "NVIDIA H100 80GB HBM3", 80 * GIB, exp_serves=True, overhead=0)
 
@@ -255,20 +251,56 @@ CONFIG = {"num_layers": "num_layers", "hidden_size": "hidden_size", "num_attenti
           "add_qkv_bias": "qkv_bias", "qk_layernorm": "qk_norm"}  # fmt: skip
 
 
-@cache
-def megatron_counts() -> dict[str, list[int]]:
-    """Parameters of each case in Megatron's own GPTModel, stage by stage."""
-    cases = [_megatron_case(*case) for case in _CASES.values()]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.count_parameters"],
-        input=json.dumps(cases), cwd=ROOT, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    line = next(line for line in done.stdout.splitlines() if line.startswith("counts "))
-    return dict(zip(_CASES, json.loads(line.removeprefix("counts ")), strict=True))
+def in_megatron(_: Rank) -> dict[str, list[int]]:
+    """Parameters of each case in Megatron's own GPTModel: of each stage what its first rank holds. Groups are
+    torch's fake ones: nothing is ever sent."""
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig, multi_latent_attention
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def count(model: DecoderSizes, parallel: Parallel, rank: int) -> int:
+        dims = ("tensor", "pipeline", "expert")
+        ranks = {f"{name}_model_parallel_size": getattr(parallel, name) for name in dims}
+        ranks["expert_tensor_parallel_size"] = parallel.expert_tensor
+        torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=parallel.gpus)
+        parallel_state.initialize_model_parallel(**ranks, create_gloo_process_groups=False)
+        model_parallel_cuda_manual_seed(1)
+        config = (MLATransformerConfig if model.latent else TransformerConfig)(
+            **megatron_config(model), **ranks, pipeline_dtype=torch.float32, use_cpu_initialization=True
+        )
+        spec = gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+        if model.latent:
+            # It asks for Transformer Engine's classes, which are not there; Megatron's own attention, which
+            # has no parameters, refuses keys wider than values.
+            multi_latent_attention.HAVE_TE = False
+            for layer in spec.layer_specs:
+                layer.submodules.self_attention.submodules.core_attention = torch.nn.Identity
+        built = GPTModel(
+            config,
+            spec,
+            vocab_size=setting(model, parallel).padded_vocab_size,
+            max_sequence_length=model.learned_positions or 64,
+            share_embeddings_and_output_weights=model.tied,
+            position_embedding_type="learned_absolute" if model.learned_positions else "rope",
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
+            mtp_block_spec=gpt_layer_specs.get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False),
+        )
+        parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
+        return sum(parameter.numel() for parameter in built.parameters())
+
+    return {
+        name: [count(model, of, first) for first in range(0, of.gpus, of.gpus // of.pipeline)]
+        for name, (model, of) in _CASES.items()
+    }
 
 
-def _megatron_case(model: DecoderSizes, parallel: Parallel) -> dict:
+def megatron_config(model: DecoderSizes) -> dict:
     config = {name: getattr(model, ours) for name, ours in CONFIG.items()}
     config["normalization"] = "RMSNorm" if model.rms_norm else "LayerNorm"
     config["mtp_num_layers"] = model.mtp_num_layers or None
@@ -280,27 +312,19 @@ def _megatron_case(model: DecoderSizes, parallel: Parallel) -> dict:
         config["moe_ffn_hidden_size"] = mixture.ffn_hidden_size
         config["moe_shared_expert_intermediate_size"] = mixture.shared_ffn_hidden_size
         config["moe_layer_freq"] = list(map(int, mixture.layers))
-    return {
-        "world": parallel.gpus,
-        "parallel": {
-            f"{name}_model_parallel_size": getattr(parallel, name)
-            for name in ("tensor", "pipeline", "expert")
-        }
-        | {"expert_tensor_parallel_size": parallel.expert_tensor},
-        "config": config,
-        "model": {
-            "vocab_size": setting(model, parallel).padded_vocab_size,
-            "max_sequence_length": model.learned_positions or 64,
-            "share_embeddings_and_output_weights": model.tied,
-            "position_embedding_type": "learned_absolute" if model.learned_positions else "rope",
-        },
-    }
+    return config
+
+
+@pytest.fixture(scope="module")
+def of_megatron():
+    with RankProcesses(1, INSTALLED, joins=False) as world:
+        return world.run(in_megatron)[0]
 
 
 @pytest.mark.parametrize("name", _CASES)
-def test_a_stage_has_the_parameters_of_megatrons_own_model(name):
+def test_a_stage_has_the_parameters_of_megatrons_own_model(name, of_megatron):
     one = setting(*_CASES[name])
-    assert [sum(peaks.counts(one, stage)) for stage in peaks.stages(one)] == megatron_counts()[name]
+    assert [sum(peaks.counts(one, stage)) for stage in peaks.stages(one)] == of_megatron[name]
 
 
 # --- heads -----------------------------------------------------------------------------------

@@ -139,11 +139,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-#: Which sides are sure of a class, or have logits of 300; of ``others``: each of another class.
-VALUES = (
-    *("plain", "near", "sure student", "sure teacher", "both sure", "sure of others"),
-    *("wide student", "wide teacher", "both wide"),
-)
 SURE_CLASSES = 4
 
 
@@ -160,9 +155,11 @@ def make_problem(
     device: torch.device | str = "cpu",
     **options: Any,
 ) -> DistillationProblem:
-    """A problem of one of :data:`VALUES`, with a random upstream gradient per token, some of them 0.
+    """A problem with a random upstream gradient per token, some of them 0.
 
     Args:
+        values: ``plain``; ``near``, of sides alike; ``sure`` of a class or ``wide``, of logits of 300:
+            which side, or ``both``. Sure ``of others``: each of another class.
         sizes: ``H`` and ``H_t``; ``near`` takes ``H`` for both.
         padding: rows of large numbers behind the vocabulary, of student and teacher.
         options: of :func:`beside`; ``with_labels``, ``label_weights="per token"`` have some of every sign.

@@ -22,9 +22,6 @@ from typing import Any
 from tests.support.rank_process import Environment, Rank
 from tests.support.ranks import RankProcesses
 
-#: Of one launch: longer than any takes on a busy machine.
-TIMEOUT_S = 300.0
-
 
 class Server:
     """Launches with the megatron-core in ``folder``; without one they have the head alone."""
@@ -46,7 +43,7 @@ class Server:
             RankProcesses(len(ranks), self._environment, joins=False) as world,
         ):
             given = list(map(str, words)), str(folder), output.name, list(ranks), environment
-            outcomes = world.outcomes(run, *given, timeout_s=TIMEOUT_S)
+            outcomes = world.outcomes(run, *given, timeout_s=300.0)  # longer than any on a busy machine
             ends = [str(outcome.value) for outcome in outcomes if outcome.failed]
             numbers = [int(found[1]) for end in ends if (found := re.match(r"ended with status (\d+)", end))]
             return (numbers or [int(bool(ends))])[0], Path(output.name).read_text()
@@ -55,7 +52,12 @@ class Server:
 def run(
     rank: Rank, words: list[str], folder: str, output: str, ranks: list[int], more: dict[str, str]
 ) -> None:
-    """A forked process's whole life; it ends here where its status is not 0."""
+    """``python words...``, a script or ``-m MODULE``: a forked process's whole life, which ends here where
+    its status is not 0."""
+    import torch
+
+    from megatron_fused_ce.scripts.lib import megatron_cpu
+
     descriptor = os.open(output, os.O_WRONLY | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
@@ -63,9 +65,19 @@ def run(
     number = str(ranks[rank.rank])
     os.environ |= {**more, "RANK": number, "LOCAL_RANK": number}
     os.chdir(folder)
-    status: Any = 0
+    torch.set_deterministic_debug_mode("default")  # a test's ranks have others
+    warnings.resetwarnings()
+    status: Any = 1
     try:
-        _run(words)
+        if words[:2] == ["-m", megatron_cpu.__name__]:  # the stand-ins' own module is there already
+            megatron_cpu.run(words[2], words[3:])
+        elif words[0] == "-m":
+            sys.argv = words[1:]
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = words
+            runpy.run_path(words[0], run_name="__main__")
+        status = 0
     except SystemExit as left:
         status = left.code or 0
         if not isinstance(status, int):
@@ -73,30 +85,11 @@ def run(
             status = 1
     except BaseException:
         traceback.print_exc()
-        status = 1
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
     if status:
         os._exit(status)
-
-
-def _run(words: list[str]) -> None:
-    """As ``python words...`` does: a script, or ``-m MODULE``; the stand-ins' own module is there already."""
-    import torch
-
-    from megatron_fused_ce.scripts.lib import megatron_cpu
-
-    torch.set_deterministic_debug_mode("default")  # a test's ranks have others
-    warnings.resetwarnings()
-    if words[:2] == ["-m", megatron_cpu.__name__]:
-        megatron_cpu.run(words[2], words[3:])
-    elif words[0] == "-m":
-        sys.argv = words[1:]
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = words
-        runpy.run_path(words[0], run_name="__main__")
 
 
 def load_head(device: Any) -> None:

@@ -35,16 +35,6 @@ CORE += ("megatron_fused_ce.adapter.language_module",)
 #: The megatron-core in the environment: 0.16.1 in CI.
 INSTALLED = Environment("megatron", prepare=f"{__name__}:prepare", preload=(*Environment().preload, *CORE))
 NEWEST = replace(INSTALLED, name="megatron-0.19.2", path=(str(CORE_0_19),))
-#: Where the same script puts ModelOpt and what it imports. With megatron-core it takes seconds to import.
-MODELOPT = Path(sys.prefix) / "modelopt-0.47.0"
-
-
-def with_modelopt(environment: Environment) -> Environment:
-    path, preload = (*environment.path, str(MODELOPT)), "modelopt.torch.distill.plugins.megatron"
-    name = f"{environment.name} modelopt"
-    return replace(environment, name=name, path=path, preload=(*environment.preload, preload))
-
-
 #: A reason for ``Ranks.needs_nccl``.
 DDP = "Megatron's DDP reduces gradients by coalesced collectives, which gloo has for CPU tensors alone"
 

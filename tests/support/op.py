@@ -26,7 +26,7 @@ from megatron_fused_ce.kernels import scaled_exp
 from megatron_fused_ce.logits import gemm_rows
 from megatron_fused_ce.planner import choose
 from megatron_fused_ce.ranks import agreement, collectives
-from megatron_fused_ce.scripts.lib.reference import HeadInputs, HeadResult, make_inputs
+from megatron_fused_ce.scripts.lib.reference import HeadInputs, HeadResult
 from tests.support.ranks import Rank
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -131,10 +131,6 @@ def tokens_of(rank: Rank, s: int, sequence_parallel: bool) -> slice:
     """This rank's positions of a sequence."""
     at, size = (rank.rank, rank.size) if sequence_parallel else (0, 1)
     return slice(at * s // size, (at + 1) * s // size)
-
-
-def plain_inputs(rank: Rank, **sizes: int) -> HeadInputs:
-    return make_inputs("plain", **{**SIZES, **sizes}, dtype=torch.float32, device=rank.device)
 
 
 def shard_of(

@@ -13,11 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.megatron import LOSS_BOUND
-
-#: Norm-relative, of log-probabilities in fp32 on a CPU.
-BOUND = 2e-7
-
 
 def selective_log_softmax(logits: Tensor, index: Tensor) -> Tensor:
     """Log-softmax ``[b, n]`` of logits ``[b, n, V]`` at ``index`` ``[b, n]``, in the logits' dtype."""
@@ -60,14 +55,3 @@ def patched_caller(is_known: bool = True, log_softmax: Any = None) -> Iterator[N
             patch.setitem(forms.FORMS, (forms.RL, "selective_log_softmax"), [form])
         rl_logprobs.patch(this)
         yield
-
-
-def assert_same(got: torch.Tensor, expected: torch.Tensor, in_half: bool = False) -> None:
-    """Within rounding; ``in_half``: of logits that were rounded to bf16. bf16 itself within one ulp."""
-    assert got.dtype == expected.dtype and got.shape == expected.shape
-    if expected.dtype == torch.bfloat16:
-        torch.testing.assert_close(got, expected, rtol=2.0**-7, atol=0.0)  # never two ulps
-    else:
-        difference = (got.double() - expected.double()).norm() / expected.double().norm()
-        bound = 1e-2 if in_half else BOUND if got.device.type == "cpu" else LOSS_BOUND
-        assert difference <= bound, f"differs by {difference:.1e}"

@@ -15,7 +15,7 @@ from megatron_fused_ce.head.autograd import linear_cross_entropy
 from megatron_fused_ce.head.call import Call
 from megatron_fused_ce.head.grad_weight import ReturnedGradWeight
 from megatron_fused_ce.scripts.lib.reference import make_inputs
-from tests.support.op import open_main_grad
+from tests.support.op import open_main_grad, shard_of
 
 SIZES = {"s": 8, "b": 2, "hidden_size": 12, "vocab": 40}
 
@@ -52,18 +52,10 @@ class Step:
         ``options``: of the config."""
         device = "cpu" if rank is None else rank.device
         self.inputs = make_inputs(kind, **SIZES, dtype=dtype, seed=seed, device=device)
-        at, size = (0, 1) if rank is None else (rank.rank, rank.size)
-        self.hidden = self.inputs.hidden.chunk(size if sp else 1)[at if sp else 0].clone().requires_grad_()
-        self.weight = weight
-        if weight is None:
-            self.weight = self.inputs.weight.chunk(size)[at].clone().requires_grad_()
-        self.grad_loss = self.inputs.grad_loss
-        self.options = {
-            "tp_group": None if rank is None else rank.group,
-            "sequence_parallel": sp,
-            "token_weights": self.grad_loss * 2,
-            "config": FusedCEConfig(strategy, **{"num_chunks": 2, **options}),
-        }
+        self.hidden, rows, group = shard_of(rank, self.inputs, sp, "equal")
+        self.weight, self.grad_loss = rows if weight is None else weight, self.inputs.grad_loss
+        config = FusedCEConfig(strategy, **{"num_chunks": 2, **options})
+        self.options = {**group, "token_weights": self.grad_loss * 2, "config": config}
         self.main_grad, self.open = None, ReturnedGradWeight
         if end != "returned":
             self.main_grad = torch.zeros_like(self.weight, dtype=torch.float32 if end == "fp32" else dtype)
@@ -79,25 +71,20 @@ class Step:
         return linear_cross_entropy(Call(hidden, self.weight, self.inputs.labels, **given)).loss
 
     def backward(self, loss):
-        """Gradients of hidden states and weight, returned."""
+        """Gradients of hidden states and weight, of this micro-batch by itself: returned."""
         return torch.autograd.grad(loss, (self.hidden, self.weight), self.grad_loss)
 
-    def alone(self):
-        """Both gradients of this micro-batch by itself."""
-        return self.backward(self.forward())
+    def sums(self):
+        """Where gradients are added up: of hidden states and weight."""
+        return self.hidden.grad, self.weight.grad if self.main_grad is None else self.main_grad
 
     def gradients(self):
-        of_weight = self.weight.grad if self.main_grad is None else self.main_grad
-        return [None if grad is None else grad.clone() for grad in (self.hidden.grad, of_weight)]
+        return [grad.clone() for grad in self.sums()]
 
     def restore(self, gradients) -> None:
         """What :meth:`gradients` gave: an earlier micro-batch's."""
-        of_hidden, of_weight = gradients
-        self.hidden.grad = of_hidden.clone()
-        if self.main_grad is None:
-            self.weight.grad = of_weight.clone()
-        else:
-            self.main_grad.copy_(of_weight)
+        for grad, earlier in zip(self.sums(), gradients, strict=True):
+            grad.copy_(earlier)
 
 
 def out_of_memory_at(step: Step, at: int, earlier, right) -> str:

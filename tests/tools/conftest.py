@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
 from megatron_fused_ce.scripts.lib import pictures, results
-from tests.support.checkouts import FAKE_PRETRAIN, stand_in
 from tests.support.commands import run_here
 from tests.support.forked_launches import Server
 
@@ -32,10 +32,12 @@ def forks():
 @pytest.fixture
 def fake_checkout(tmp_path, monkeypatch):
     """Where a Megatron-LM would be: a script that logs as Megatron does, and its words to launches.txt."""
-    no_torch = Path(__file__).parents[1] / "support" / "no_torch"  # whose torchrun starts at once
-    monkeypatch.setenv("PYTHONPATH", str(no_torch), prepend=os.pathsep)
+    support = Path(__file__).parents[1] / "support"
+    monkeypatch.setenv("PYTHONPATH", str(support / "no_torch"), prepend=os.pathsep)  # its torchrun is quick
     monkeypatch.setenv("LAUNCHES", str(tmp_path / "launches.txt"))
-    return stand_in(tmp_path / "megatron-lm", FAKE_PRETRAIN)
+    (core := tmp_path / "megatron-lm" / "megatron" / "core").mkdir(parents=True)
+    (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 19\nPATCH = 1\n")
+    return shutil.copy(support / "fake_pretrain.py", tmp_path / "megatron-lm" / "pretrain_gpt.py").parent
 
 
 @pytest.fixture

@@ -15,9 +15,10 @@ import torch
 
 from megatron_fused_ce.cli.command_line import UsageError
 from megatron_fused_ce.scripts.lib import launches
+from megatron_fused_ce.scripts.lib.launches import NO_FUSED_WGRAD, UNTIED
 from megatron_fused_ce.scripts.runs import memory
+from tests.megatron.launches import BASE_ARGS
 from tests.support.commands import run_here
-from tests.support.cpu_case import BASE_ARGS, NO_FUSED_WGRAD, UNTIED
 from tests.support.megatron import CORE_0_19
 from tests.tools.memory_on_cpu import snapshot
 
