@@ -25,6 +25,7 @@ from megatron_fused_ce.scripts.dev import figures_plan as check_plan
 from megatron_fused_ce.scripts.dev import megatron_arguments as megatron_arguments_script
 from megatron_fused_ce.scripts.dev import megatron_records
 from tests.support.checkouts import on_checkouts
+from tests.support.launches import LAUNCHES
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 256 --seq-length 128"
@@ -38,8 +39,6 @@ EXAMPLES = sorted(path for path in (ROOT / "scripts" / "examples").glob("*.sh") 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_the_examples_can_be_planned_and_have_the_models_size(example):
     """GPUs and parameters are those that tests/tools/test_examples.py finds through Megatron's own parser."""
-    from tests.support.launches import LAUNCHES
-
     found, known = plan_of(["--from-launch", str(example)]), LAUNCHES[example.stem]
     parallel = found.setting.parallel
     assert (parallel.gpus, parallel.data) == (known["gpus"], known["data_parallel"])
@@ -100,6 +99,7 @@ SIZES = [
         2,
         False,
     ),
+    ("--model gemma-2-2b --seq-length 64", "training.fused_ce.logit_softcap", 30),
     # Hybrids, by a pattern and by the program.
     (f"{TINY} --hybrid-layer-pattern M*|-M/*-/*- --pp 2", "model.num_layers model.pattern", 4, "M*-M"),
     (f"{TINY} --hybrid-layer-pattern M/*-/*-", "model.mtp_num_layers model.prediction_pattern", 2, "*-"),

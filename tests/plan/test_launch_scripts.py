@@ -122,15 +122,6 @@ def random_script(seed: int) -> str:
     return "f() {{\nlocal {}=4\n{}\n}}\n{}\n{}\n{}".format(made("V"), *blocks, LAST)
 
 
-def by_bash(script: str, folder: Path) -> list[str]:
-    """The words that ``launch`` gets from bash itself; none if the script ends before it."""
-    done = subprocess.run(
-        ["bash", "-c", f"launch() {{ printf '%s\\0' \"$@\"; }}\n{script}"],
-        cwd=folder, env={"PATH": "/usr/bin:/bin"}, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-    )  # fmt: skip
-    return done.stdout.split("\0")[:-1]
-
-
 @pytest.mark.skipif(not shutil.which("bash"), reason="needs bash")
 def test_what_is_taken_as_known_is_what_bash_does(tmp_path):
     """Assignments, tests, branches, loops and functions, each with the file that they test for there and not
@@ -145,8 +136,12 @@ def test_what_is_taken_as_known_is_what_bash_does(tmp_path):
             (tmp_path / "x").unlink(missing_ok=True)
             if there:
                 (tmp_path / "x").touch()
-            words = by_bash(script, tmp_path)
-            if not words:
+            done = subprocess.run(
+                ["bash", "-c", f"launch() {{ printf '%s\\0' \"$@\"; }}\n{script}"], cwd=tmp_path, text=True,
+                env={"PATH": "/usr/bin:/bin"}, stdin=subprocess.DEVNULL, capture_output=True,
+            )  # fmt: skip
+            words = done.stdout.split("\0")[:-1]
+            if not words:  # it ends before the launch
                 continue
             (found,) = launches
             single = [(one, other) for one, other in zip(found[:4], words, strict=False) if not unknowns(one)]

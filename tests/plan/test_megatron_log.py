@@ -19,12 +19,13 @@ from tests.support.checkouts import on_checkouts
 
 ROOT = Path(__file__).resolve().parents[2]
 ACTIONS = command._parser(own=False)._actions
-WORDS = (
-    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --micro-batch-size 2 "
-    "--global-batch-size 16 --tensor-model-parallel-size 2 --sequence-parallel --bf16 --swiglu "
-    "--vocab-size 250 --use-distributed-optimizer --disable-bias-linear --no-gradient-accumulation-fusion "
-    "--recompute-granularity selective --recompute-modules core_attn mlp --position-embedding-type rope"
+SIZES = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --micro-batch-size 2"
+    " --global-batch-size 16 --tensor-model-parallel-size 2 --sequence-parallel --swiglu"
+    " --use-distributed-optimizer --disable-bias-linear --no-gradient-accumulation-fusion"
+    " --position-embedding-type rope"
 )
+WORDS = f"{SIZES} --bf16 --vocab-size 250 --recompute-granularity selective --recompute-modules core_attn mlp"
 VOCABULARY = " > padded vocab (size: 250) with 6 dummy tokens (new size: 256)\n"
 PEAK = "[Rank {0}] (after 2 iterations) memory (MB) | allocated: 10.5 | max allocated: {1} | reserved: 9 |\n"
 
@@ -212,12 +213,7 @@ REAL = (
 @on_checkouts
 def test_what_megatron_itself_prints(checkout):
     """Its parser and its checks, on one rank of eight."""
-    base = (
-        "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128"
-        " --max-position-embeddings 128 --micro-batch-size 2 --global-batch-size 16"
-        " --tensor-model-parallel-size 2 --sequence-parallel --swiglu --use-distributed-optimizer"
-        " --disable-bias-linear --no-gradient-accumulation-fusion --position-embedding-type rope"
-    )
+    base = f"{SIZES} --max-position-embeddings 128"
     others = "--tokenizer-type NullTokenizer --vocab-size 250 --mock-data --train-iters 2 --lr 1e-4"
     done = subprocess.run(
         [sys.executable, "-c", PRINTS, checkout, *(f"{base} {more} {others}" for more in REAL)],

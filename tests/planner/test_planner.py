@@ -368,19 +368,14 @@ TIMES = [
     ("recompute", {**TEACHER, "second_hidden_size": 8192}, 8 / 5 + ROWS),
     ("recompute", {**TEACHER, "wgrad_accumulator": "none"}, 5 / 3 + ROWS * 5 / 3),
     ("grad_in_forward", TEACHER, 1 + ROWS * 5 / 4 + 355 / 32768 * 3 / 4),
+    ("auto", {"num_tokens": 0}, 1),
 ]
 
 
 @pytest.mark.parametrize(("strategy", "others", "expected"), TIMES)
 def test_predicted_time_of_worked_examples(strategy, others, expected):
-    assert plan(llama(32768, strategy=strategy, **others)).relative_time == pytest.approx(expected)
-
-
-def test_predicted_time_chunk_by_chunk():
-    """Each reads and writes the sum of grad_weight. Of no tokens there is a time, too."""
-    by_chunk = chunk_by_chunk(llama(32768, strategy="store", **FOUR))
-    assert by_chunk.relative_time == pytest.approx(1 + 3 * PASS)
-    assert plan(llama(0)).relative_time == 1
+    inputs = changed(llama(32768, strategy=strategy), **others)
+    assert plan(inputs).relative_time == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
