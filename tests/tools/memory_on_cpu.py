@@ -19,12 +19,11 @@ from megatron_fused_ce.scripts.lib import live_storages, megatron_cpu, runner  #
 
 
 class Allocator(live_storages.LiveStorages):
-    """Trace and live blocks as `torch.cuda.memory._snapshot` gives them; an address is a storage's."""
+    """Trace and live bytes as `torch.cuda.memory._snapshot` gives them; an address is a storage's."""
 
     def __init__(self) -> None:
         super().__init__()
         self._trace: list[dict[str, Any]] = []
-        self._blocks: dict[int, dict[str, Any]] = {}
 
     def record(self, history: str | None, *how: object, **options: object) -> None:
         if history == "all":
@@ -32,31 +31,25 @@ class Allocator(live_storages.LiveStorages):
         elif history is None:
             self.__exit__(None, None, None)
 
+    def snapshot(self) -> dict[str, Any]:
+        """All that lives is one block, of which its bytes count alone."""
+        block = {"address": 0, "requested_size": self.live_bytes, "state": "active_allocated"}
+        return {"segments": [{"device": 0, "blocks": [block]}], "device_traces": [[*self._trace]]}
+
     def _count(self, key: int, num_bytes: int) -> None:
-        if key not in self._blocks:
-            block = {"address": key, "requested_size": num_bytes, "state": "active_allocated"}
-            self._blocks[key] = block | {"addr": key, "size": num_bytes, "frames": python_stack()}
-            self._note("alloc", self._blocks[key])
+        if key not in self._counted_bytes:
+            stack = ((frame.f_code, line) for frame, line in traceback.walk_stack(None))
+            frames = [{"filename": of.co_filename, "name": of.co_name, "line": line} for of, line in stack]
+            self._note("alloc", key, size=num_bytes, frames=frames)
         super()._count(key, num_bytes)
 
     def _forget(self, key: int, _: object) -> None:
+        if key in self._counted_bytes:
+            self._note("free_requested", key)
         super()._forget(key, _)
-        if block := self._blocks.pop(key, None):
-            self._note("free_requested", block)
 
-    def _note(self, action: str, block: dict[str, Any]) -> None:
-        self._trace.append(block | {"action": action, "time_us": time.time_ns() // 1000})
-
-
-def python_stack() -> list[dict[str, Any]]:
-    """Innermost frame first, from the operator's caller on."""
-    stack = ((frame.f_code, line) for frame, line in traceback.walk_stack(sys._getframe()))
-    found = [{"filename": code.co_filename, "name": code.co_name, "line": line} for code, line in stack]
-    return [frame for frame in found if frame["filename"] not in (__file__, live_storages.__file__)]
-
-
-def snapshot(blocks: Any, trace: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"segments": [{"device": 0, "blocks": list(blocks)}], "device_traces": [list(trace)]}
+    def _note(self, action: str, key: int, **more: object) -> None:
+        self._trace.append({"action": action, "addr": key, "time_us": time.time_ns() // 1000, **more})
 
 
 if __name__ == "__main__":
@@ -64,5 +57,5 @@ if __name__ == "__main__":
     here = Allocator()
     torch.cuda.init, torch.cuda.max_memory_allocated = lambda: None, lambda: here.peak_bytes
     torch.cuda.memory._record_memory_history = here.record
-    torch.cuda.memory._snapshot = lambda: snapshot(here._blocks.values(), here._trace)
+    torch.cuda.memory._snapshot = here.snapshot
     runner.main()

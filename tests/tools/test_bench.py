@@ -27,9 +27,6 @@ def bench(tmp_path, *words: str) -> tuple[int, dict[str, dict]]:
     return code, {row["variant"]: row for row in results.rows(path)} if path.exists() else {}
 
 
-# --- what it writes --------------------------------------------------------------------------------
-
-
 def plain(problem):
     """A right case: linear, then cross entropy."""
     logits = problem.hidden @ problem.weight.t()
@@ -174,9 +171,6 @@ def test_another_commit_beside_this_one(tmp_path, monkeypatch):
     for key in ("over_old", "host_over_old"):
         low, high = rows["store"][f"{key}_interval"]
         assert 0 < low <= rows["store"][key] <= high
-
-
-# --- what is no figure -----------------------------------------------------------------------------
 
 
 #: A strategy and options -> what is made of its calls' losses, the exit code, and words of why.

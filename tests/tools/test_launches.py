@@ -142,8 +142,6 @@ def test_launches_that_go_wrong(launched, row):
         assert len(launched(tool, options, words)[-1]) == (words in ("--break", "--refused"))
 
 
-# --- below the tools -----------------------------------------------------------------------------
-
 #: torchrun gives each rank a session of its own: killing the launcher's group spares them.
 RANK = """'trap "" TERM; echo " iteration $$/ 9 | lm loss: 1.0 |"; exec sleep 99'"""
 

@@ -1,4 +1,4 @@
-"""`memory`: who asked for memory, bytes over time, pictures, launches; no GPU needed."""
+"""`memory`: who asked for memory, bytes over time, pictures, launches; a GPU for one test alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from megatron_fused_ce.scripts.runs import memory
 from tests.megatron.launches import BASE_ARGS
 from tests.support.commands import run_here
 from tests.support.megatron import CORE_0_19
-from tests.tools.memory_on_cpu import snapshot
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB, COLOURS = memory.MIB, memory.COLOURS
@@ -32,8 +31,6 @@ def frames(*words):
     pairs = (word.rsplit(":", 1) for word in words)
     return [{"filename": f"/somewhere/{file}", "name": name, "line": 1} for file, name in pairs]
 
-
-# --- who asked for it ----------------------------------------------------------------------------
 
 CORE, MODEL = "megatron/core", "megatron/core/models/gpt/gpt_model.py"
 LINEAR = f"{CORE}/tensor_parallel/layers.py"
@@ -77,8 +74,6 @@ def test_every_rule_matches_a_function_that_exists():
     assert not_heads == {"adapter", "autoload", "autoload_start", "launch", "scripts"}
 
 
-# --- bytes over time -----------------------------------------------------------------------------
-
 OURS, LAYER = "megatron_fused_ce/head/loop.py:forward", f"{CORE}/transformer/mlp.py:forward"
 BACKWARD = f"{LINEAR}:backward torch/autograd/function.py:apply"
 ELSEWHERE = {"address": 1, "requested_size": 999, "state": "active_allocated", "frames": []}
@@ -105,7 +100,8 @@ def traced(*steps, num_before=0, lost=0, freed="inactive", **options):
     trace += [{"action": "segment_alloc", "addr": 9, "size": 2 * MIB}, {"action": "oom", "size": 2 * MIB}]
     segments = [{"device": 0, "blocks": [*blocks.values()]}, {"device": 1, "blocks": [ELSEWHERE]}]
     after = {"segments": segments, "device_traces": [trace[lost:], []]}
-    return memory.timeline_of("step", snapshot(before, []), after, begin_us=2000, **options)
+    begin = {"segments": [{"device": 0, "blocks": before}]}
+    return memory.timeline_of("step", begin, after, begin_us=2000, **options)
 
 
 #: Autograd's own cast of a gradient has no Python frame, but the size of all logits, 640, while these live.
@@ -128,8 +124,6 @@ def test_traces(what):
     assert [category for _, size, category in timeline.events if size > 0] == categories
     assert timeline.unaccounted_bytes == left
 
-
-# --- a launch -----------------------------------------------------------------------------------
 
 TOKENS, VOCABULARY = 512, 2048  # of a micro-batch
 TRAINING = f"""{BASE_ARGS} --num-layers 2 {UNTIED} {NO_FUSED_WGRAD} --micro-batch-size 1 --global-batch-size 2

@@ -22,9 +22,6 @@ def row(strategy, num_chunks, ratio, peak, status="ok") -> Row:
     return replace(Row.of(strategy, num_chunks), status=status, ratio=ratio, peak_mib=peak)
 
 
-# --- the front, the choice -----------------------------------------------------------------------
-
-
 def test_pareto_front_against_brute_force():
     generator = random.Random(0)
     for _ in range(300):
@@ -58,9 +55,6 @@ def test_choices(chosen):
     rows, said = CHOICES[chosen]
     best, why = recommend(rows, 0.01)
     assert best.name == chosen and all(words in why for words in said), why
-
-
-# --- the head ------------------------------------------------------------------------------------
 
 
 def test_what_a_sweep_writes(tmp_path, ran):
