@@ -217,7 +217,7 @@ class Distillation(OtherTargets):
                     "teacher under torch.no_grad()"
                 )
         tokens, parts = call.labels.shape[::-1], num_ranks if self.sequence_parallel else 1
-        expected = (tokens[0] // parts, *tokens[1:], weight.shape[-1])
+        expected = (tokens[0] // parts, *tokens[1:], *weight.shape[-1:])
         if weight.dim() != 2 or not len(weight) or tuple(hidden.shape) != expected or tokens[0] % parts:
             raise ValueError(
                 f"teacher_hidden is {tuple(hidden.shape)} and teacher_weight {tuple(weight.shape)}; expected "

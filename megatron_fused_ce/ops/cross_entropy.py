@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -149,8 +149,8 @@ def fused_linear_token_outputs(
     Source: d log p_y = [j = y] - p_j, d entropy = -p_j (log p_j + entropy): docs/math.md.
     """
     wrong = None
-    if isinstance(outputs, str):
-        wrong = TypeError(f"outputs is the string {outputs!r}; expected a sequence of names, ({outputs!r},)")
+    if isinstance(outputs, str) or not isinstance(outputs, Iterable):
+        wrong, outputs = TypeError(f"outputs is {outputs!r}; expected a sequence of names, ('lse',)"), ()
     call = Call(
         sequence_first(hidden, batch_first), weight, labels, tp_group, sequence_parallel, token_weights,
         vocab_start, config_of_loss(config), tuple(outputs),

@@ -143,7 +143,8 @@ REFUSED = {
         [
             ({"outputs": ("accuracy",)}, V, "no such output: 'accuracy'"),
             ({"outputs": ("lse", "lse")}, V, "name each once"),
-            ({"outputs": "lse"}, T, r"outputs is the string 'lse'; expected .* \('lse',\)"),
+            ({"outputs": "lse"}, T, r"outputs is 'lse'; expected .* \('lse',\)"),
+            ({"outputs": True}, T, "outputs is True; expected a sequence"),
             ({**LARGE, "outputs": ("predicted",), "token_weights": None}, V, "exact below"),
             *(BY_EXP if HAS_EXP else []),
         ],
@@ -241,6 +242,7 @@ REFUSED = {
             ({"hidden": ones(4), "labels": None}, V, r"expected \[s, b, H\] or \[T, H\]"),
             ({"hidden": None, "labels": None}, T, "hidden is a NoneType; expected"),
             ({"labels": ids(2, 6, 2)}, V, r"with labels \[b, s\]"),
+            ({"teacher_weight": ones(())}, V, r"teacher_weight \(\); expected"),
             ({"teacher_weight": ones(9)}, V, r"expected \[s, b, H_t\] and \[V, H_t\]"),
             ({"teacher_hidden": ones(12, 3)}, V, r"expected \[s, b, H_t\] and \[V, H_t\]"),
             ({"teacher_hidden": ones(5, 2, 3)}, V, r"of the student's tokens \(6, 2\)"),
