@@ -26,10 +26,10 @@ from megatron_fused_ce.cli.command_line import Parser, command, num_gpus, whole,
 from megatron_fused_ce.scripts.lib import tables
 from megatron_fused_ce.scripts.lib.logs import Figures, log_texts, parse_logs
 from megatron_fused_ce.scripts.runs import compare
-from megatron_fused_ce.scripts.runs.real_text import byte_level_bpe, texts
+from megatron_fused_ce.scripts.runs.real_text import byte_level_bpe
 
 TP = 2
-MEGABYTES = 8  # of the Python library
+TEXT_LENGTH = 8 * 10**6  # of the Python library
 LEARNT_NATS = 2.5  # what a run of full length must win over guessing
 FULL_LENGTH = 100
 #: Folders of compare's launches, and their names in the table.
@@ -40,7 +40,10 @@ def tokenise(vocab_size: int, folder: Path) -> int:
     """Train the tokenizer on Python's own library, write its token ids to tokens.npy; their number."""
     import numpy as np
 
-    found = list(texts([Path(sysconfig.get_path("stdlib"))], MEGABYTES))
+    found = list[str]()  # the same on every machine, whatever is installed there
+    for file in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
+        if sum(map(len, found)) < TEXT_LENGTH and not {"test", "site-packages"} & {*file.parts}:
+            found.append(file.read_text(encoding="utf-8", errors="ignore"))
     tokenizer = byte_level_bpe(found, vocab_size)
     ids = [np.asarray(encoding.ids, dtype=np.uint16) for encoding in tokenizer.encode_batch(found)]
     tokens = np.concatenate(ids)
