@@ -214,7 +214,7 @@ class GradCoefficients(NamedTuple):
     neg_label_grad: Tensor
     factor: Tensor
     entropy_scale: Tensor | None = None
-    smoothing_per_class: Tensor | None = None  # fp32 [C], or [] where all rows share it
+    smoothing_per_class: Tensor | None = None  # fp32 [C]
 
     def in_base_2(self) -> GradEpilogue:
         """For the epilogue of ``grad_logits_gemm``, which has no label smoothing."""

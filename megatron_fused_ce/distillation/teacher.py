@@ -53,7 +53,7 @@ class Distillation(OtherTargets):
     def arguments(self) -> dict[str, Any]:
         return {
             "teacher_hidden": self.hidden,
-            "teacher_weight": self.weight[:0] if isinstance(self.weight, Tensor) else None,
+            "teacher_weight": self.weight[:0],
             "label_weights": self.label_weights,
             "divergence": self.divergence,
             "beta": self.beta,

@@ -143,8 +143,8 @@ class VocabParallel:
     size: int
     rank: int
     sequence_parallel: bool
-    #: how statistics are merged: "packed" or "all_reduce"
-    merge: str = "packed"
+    #: how statistics are merged: "all_reduce"; "packed", which "auto" is
+    merge: str = "auto"
     #: whether the head sums ``grad_hidden`` over the ranks; if not, the caller does
     reduces_grad_hidden: bool = True
     #: Whether gathers and merges run on the side stream. With one chunk nothing overlaps: then they use the

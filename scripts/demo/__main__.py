@@ -40,13 +40,13 @@ def tokenise(vocab_size: int, folder: Path) -> int:
     """Train the tokenizer on Python's own library, write its token ids to tokens.npy; their number."""
     import numpy as np
 
-    found = list[str]()  # the same on every machine, whatever is installed there
+    found, left = list[str](), TEXT_LENGTH  # the same on every machine, whatever is installed there
     for file in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
-        if sum(map(len, found)) < TEXT_LENGTH and not {"test", "site-packages"} & {*file.parts}:
+        if left > 0 and not {"test", "site-packages"} & {*file.parts}:
             found.append(file.read_text(encoding="utf-8", errors="ignore"))
+            left -= len(found[-1])
     tokenizer = byte_level_bpe(found, vocab_size)
-    ids = [np.asarray(encoding.ids, dtype=np.uint16) for encoding in tokenizer.encode_batch(found)]
-    tokens = np.concatenate(ids)
+    tokens = np.concatenate([np.asarray(of.ids, dtype=np.uint16) for of in tokenizer.encode_batch(found)])
     np.save(folder / "tokens.npy", tokens)
     return int(tokens.size)
 
