@@ -106,7 +106,7 @@ def iterations_of(num_tokens: int, device: str) -> tuple[int, int]:
 
 
 def case_of(options: argparse.Namespace, num_tokens: int, more: Sequence[str]) -> Case:
-    """One length, on one tensor-parallel group with sequence parallelism."""
+    """One length, one tensor-parallel group; sequence parallelism, which local norms on GPUs refuse."""
     ranks, (iterations, warmup) = options.nproc, iterations_of(num_tokens, options.device)
     words = shlex.split(f"{model_args(options.model)} {COMMON_ARGS}")
     words += shlex.split(GPU_ARGS if options.device == "cuda" else CPU_ARGS)
@@ -114,7 +114,7 @@ def case_of(options: argparse.Namespace, num_tokens: int, more: Sequence[str]) -
     words += ["--train-iters", str(iterations), "--tensor-model-parallel-size", str(ranks)]
     # Megatron pads the vocabulary to a multiple of this times the TP size: 128 as with one GPU.
     words += ["--make-vocab-size-divisible-by", str(max(1, 128 // ranks))]
-    words += [*["--sequence-parallel"] * (ranks > 1), *more]
+    words += [*["--sequence-parallel"] * (ranks > 1 and "local" not in more), *more]
     return Case(str(num_tokens), "pretrain_gpt.py", ranks, words, num_tokens=num_tokens, warmup=warmup)
 
 
