@@ -304,12 +304,11 @@ def _row_gradients_kernel(
     neg_label_grad_ptr,
     factor_ptr,
     entropy_scale_ptr,
-    smoothing_ptr,  # [C] or [] fp32
+    smoothing_ptr,  # [C] fp32
     valid_columns_ptr,  # [1] int64: how many columns are valid
     inv_temperature_ptr,  # [C] fp32
     row_stride,
     out_row_stride,
-    smoothing_stride,
     num_columns,
     logit_scale,
     softcap,
@@ -346,7 +345,7 @@ def _row_gradients_kernel(
     else:
         gradient = e * scale
     if WITH_SMOOTHING:
-        gradient -= tl.load(smoothing_ptr + row * smoothing_stride)
+        gradient -= tl.load(smoothing_ptr + row)
     gradient = factor * tl.where(columns == label, -neg_label_grad, gradient)
     if SOFTCAP:
         gradient *= softcap_grad
@@ -453,7 +452,6 @@ def row_gradients(
         (
             logits.stride(0),
             out.stride(0),
-            0 if terms.smoothing_per_class is None else terms.smoothing_per_class.dim(),
             num_columns,
             logit_scale,
             form.softcap or 1.0,

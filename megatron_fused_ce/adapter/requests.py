@@ -34,7 +34,7 @@ Answer = tuple[Tensor, Any]
 class MaxAndIndices(NamedTuple):
     """Each token's largest logit in this rank's part, and its column, named as in ``Tensor.max(dim)``."""
 
-    values: Tensor  # [s, b]
+    values: Tensor  # [s, b], contiguous: Megatron gathers them, and NCCL takes nothing else
     indices: Tensor
 
 
@@ -53,7 +53,8 @@ def losses(
     report.evaluation_once(layer, hidden, out.plan, out.why_not_scaled_exp)
     if "shard_max" not in out.outputs:
         return out.loss, None
-    return out.loss, MaxAndIndices(out.outputs["shard_max"].t(), out.outputs["shard_argmax"].t())
+    values, indices = (out.outputs[name].t().contiguous() for name in ("shard_max", "shard_argmax"))
+    return out.loss, MaxAndIndices(values, indices)
 
 
 def log_probs(
@@ -94,8 +95,7 @@ def zeros(
     backward runs no GEMM and gives zeros, or NaN for NaN.
     """
     labels = torch.zeros(shape, dtype=torch.int64, device=hidden.device)
-    config = replace(config, strategy="recompute")
-    call = _call(layer, hidden, weight, config, labels, TokenWeights(None))
+    call = _call(layer, hidden, weight, replace(config, strategy="recompute"), labels, TokenWeights(None))
     with torch.no_grad():
         made = linear_cross_entropy(call).loss
     return made + linear_cross_entropy(_cut(call, torch.zeros_like(made))).loss, None

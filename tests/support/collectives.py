@@ -21,16 +21,13 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
-NAMES = (
-    *("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "reduce", "broadcast"),
-    *("gather", "scatter", "send", "recv", "barrier"),
-)
+NAMES = "all_reduce all_gather all_to_all reduce_scatter reduce broadcast gather scatter send recv barrier"
 
 
 def collective_of(method: str) -> str:
     """What a method of ProcessGroup issues, however its version writes that; "" for anything else."""
     flat = "" if method.startswith("__") else method.replace("_", "")
-    return next((name for name in NAMES if flat.startswith(name.replace("_", ""))), "")
+    return next((name for name in NAMES.split() if flat.startswith(name.replace("_", ""))), "")
 
 
 class Collective(NamedTuple):
@@ -76,19 +73,15 @@ class Collectives(contextlib.ExitStack):
                 name,
                 tuple(tuple(tensor.shape) for tensor in tensors),
                 str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
-                next((_op_name(leaf.reduceOp) for leaf in leaves if hasattr(leaf, "reduceOp")), ""),
+                next((leaf.reduceOp.op.name for leaf in leaves if hasattr(leaf, "reduceOp")), ""),
             )
+            if not all(tensor.is_contiguous() for tensor in tensors):
+                raise ValueError(f"NCCL takes no tensor that is not contiguous: {call}")
             self._before(call)
             self.calls.append(call)
             return original(group, *args, **kwargs)
 
         return watched
-
-
-def _op_name(op: Any) -> str:
-    """SUM of ``ReduceOp.SUM`` and of the object that wraps it in the options."""
-    names = ("SUM", "MAX", "MIN", "PRODUCT", "AVG")
-    return next((name for name in names if op == getattr(dist.ReduceOp, name)), str(op))
 
 
 def random_delays(

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_fused_ce.scripts.lib.results import version
 from tests.support.rank_process import Environment
 from tests.support.ranks import Rank, Ranks
 
@@ -47,8 +48,9 @@ def of_core(size: int, environment: Environment, *marks: Any, own: str = "", nee
     if str(CORE_0_19) not in environment.path and CORE_0_19.is_dir():
         marks += (pytest.mark.rest,)
     for folder in map(Path, environment.path):
+        installed = folder == CORE_0_19 and (version("megatron-core") or "") >= "0.19"
         missing = f"no {folder.name} in the environment: run scripts/dev/setup_env.sh"
-        marks += (pytest.mark.skipif(not folder.is_dir(), reason=missing),)
+        marks += (pytest.mark.skipif(not (installed or folder.is_dir()), reason=missing),)
     if importlib.util.find_spec("megatron") is None:
         marks += (pytest.mark.skip(reason="megatron-core is not installed"),)
     return pytest.param(Ranks(size, environment, own, needs_nccl), marks=marks)

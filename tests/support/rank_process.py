@@ -145,6 +145,7 @@ def join(place: Place, store: Any, *, prefix: str = "") -> Rank:
     import torch.distributed as dist
 
     from megatron_fused_ce.scripts.lib import gloo
+    from tests.support.collectives import Collectives
 
     gloo.use_one_thread()
     own_gpu = place.on_gpus and torch.cuda.device_count() >= place.size
@@ -159,6 +160,7 @@ def join(place: Place, store: Any, *, prefix: str = "") -> Rank:
         world_size=place.size,
         timeout=datetime.timedelta(seconds=GROUP_TIMEOUT_S),
     )
+    Collectives({}).__enter__()  # gloo refuses what NCCL does
     return Rank(dist.group.WORLD, place.rank, place.size, device)
 
 
