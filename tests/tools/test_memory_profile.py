@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import glob
 import os
 import re
@@ -183,6 +184,7 @@ def test_launches_without_a_profile(no_gpu_asked_for, tmp_path, monkeypatch):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_recording_on_a_gpu():
+    gc.collect()  # else other tests' tensors may be freed in the step
     recording = memory.Recording()
     held = torch.ones(MIB // 4, device="cuda")
     recording.begin()
