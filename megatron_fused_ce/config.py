@@ -11,7 +11,7 @@ FP32_LIMIT = 2.0**127
 
 STRATEGY_CHOICES = ("auto", "store", "grad_in_forward", "recompute")
 LOGITS_BACKEND_CHOICES = ("auto", "scaled_exp", "gemm_rows")
-MERGE_CHOICES = ("auto", "packed", "all_reduce")
+MERGE_CHOICES = ("packed", "all_reduce")
 SMOOTHING_FORM_CHOICES = ("megatron", "pytorch")
 LOGIT_PRECISION_CHOICES = ("auto", "activations", "fp32")
 
@@ -65,8 +65,8 @@ class FusedCEConfig:
     #: (``gemm_rows``), or the first where it can run and was measured (see :mod:`.logits.choose`).
     logits_backend: str = "auto"
     #: How a chunk's statistics are merged over the tensor-parallel group: by one all-gather (``packed``), or
-    #: by a MAX and a SUM all-reduce (``all_reduce``); ``auto`` takes the first.
-    merge: str = "auto"
+    #: by a MAX and a SUM all-reduce (``all_reduce``).
+    merge: str = "packed"
 
     def __post_init__(self) -> None:
         for name, choices in (

@@ -68,8 +68,8 @@ _ADVANCED: _Options = (
         "leave the padding of the vocabulary out of the softmax (stock Megatron includes it)"),
     ("skip_masked", {"action": "store_true"}, "skip the GEMMs of tokens whose loss_mask is 0"),
     ("merge", {"choices": MERGE_CHOICES},
-        "collectives that combine the tokens' statistics over tensor-parallel ranks: packed: one "
-        "all-gather; all_reduce: a MAX and a SUM all-reduce; auto (default): packed"),
+        "collectives that combine the tokens' statistics over tensor-parallel ranks: packed (default): one "
+        "all-gather; all_reduce: a MAX and a SUM all-reduce"),
     ("logit_precision", {"choices": LOGIT_PRECISION_CHOICES},
         "activations: round the logits to the activations' dtype, as Megatron's output layer does; "
         "fp32: do not, as with --output-logit-dtype fp32; auto (default): fp32 with the scaled-exp GEMM, "

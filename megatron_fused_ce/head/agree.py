@@ -29,18 +29,18 @@ def must_agree(call: Call) -> dict[str, str]:
     requires_grad = call.hidden.requires_grad or call.weight.requires_grad
     grad_mode = "on" if torch.is_grad_enabled() else "off"
     words = {"grad mode": grad_mode if requires_grad else "no operand requires a gradient"}
-    words |= {name: _in_words(getattr(call, name)) for name in AGREED}
-    words["labels or teacher"] = _in_words(call.other_targets)
+    words |= {name: _described(getattr(call, name)) for name in AGREED}
+    words["labels or teacher"] = _described(call.other_targets)
     words["terms"] = ", ".join(f"{name} {term.in_words()}" for name, term in call.terms)
-    words["weight"] = _in_words(call.weight[:0])  # shards may differ in rows
+    words["weight"] = _described(call.weight[:0])  # shards may differ in rows
     words["vocab_start given"] = str(call.vocab_start is not None)
     return words | {name: in_words(value) for name, value in vars(call.config).items()}
 
 
-def _in_words(value: Any) -> str:
+def _described(value: Any) -> str:
     """Text of an argument; for tensors dtype, shape and requires_grad."""
     if isinstance(value, OtherTargets):
-        return ", ".join(f"{name} {_in_words(given)}" for name, given in value.arguments.items())
+        return ", ".join(f"{name} {_described(given)}" for name, given in value.arguments.items())
     if not isinstance(value, Tensor):
         return in_words(value)
     grad = ", requires grad" if value.requires_grad else ""

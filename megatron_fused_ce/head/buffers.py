@@ -120,14 +120,14 @@ class HiddenStates:
         self._under_way[index] = out, self._comm.gather(self._hidden[chunk.start : chunk.stop], out)
         return True
 
-    def take(self, chunk: Chunk) -> Tensor:
+    def take(self) -> Tensor:
         """Wait for the next chunk's hidden states, and return them.
 
         Collectives: the gather of this chunk, if it was not started before.
         """
         index, self._taken = self._taken, self._taken + 1
         if not self._comm.sequence_parallel:
-            return _own(self._hidden, chunk)
+            return _own(self._hidden, self._chunks[index])
         if index not in self._under_way:
             self.start()
         self.last, pending = self._under_way.pop(index)
@@ -189,17 +189,18 @@ class GradHidden:
             own_part = self._tokens.own_part
             self._scales.append((chunk, own_part(grad.row_scale), own_part(grad.upstream)))
 
-    def reduced(self) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Wait for all reductions; ``grad_hidden`` and the factors ``[n]`` fp32 that its rows still need."""
+    def reduced(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Wait for all reductions; ``grad_hidden``, and what its rows must still be multiplied by: two
+        factors ``[n]`` fp32, each None for 1."""
         self._wait(but=0)
-        if len(self._tokens.chunks) == 1 and self._scales:
-            return self._rows, self._scales[0][1:]  # the launch that scales the rows takes both factors
         if not self._scales:
-            return self._rows, ()
+            return self._rows, None, None
+        if len(self._tokens.chunks) == 1:
+            return self._rows, *self._scales[0][1:]  # the launch that scales the rows takes both factors
         whole = self._rows.new_ones(self._tokens.num, dtype=torch.float32)
         for chunk, row_scale, upstream in self._scales:
             torch.mul(row_scale, upstream, out=whole[chunk.start : chunk.stop])
-        return self._rows, (whole,)
+        return self._rows, whole, None
 
     def _wait(self, but: int) -> None:
         """Wait for all but the last ``but`` reductions under way."""

@@ -20,7 +20,7 @@ FP16_WAITING_BITS = 4
 
 
 def scale_for_fp16(
-    gradients: Sequence[Tensor], weight: Tensor, factor: Tensor | float | None = None
+    gradients: Sequence[Tensor], weight: Tensor, bound: Tensor | float | None = None
 ) -> tuple[Tensor, Tensor]:
     """Find the power of two that brings the largest upstream gradient near 2**8, and its inverse; fp32 [].
 
@@ -28,13 +28,13 @@ def scale_for_fp16(
     upstream gradient is finite and above 0. The host does not wait.
 
     Args:
-        factor: bound of a token's row of gradients for an upstream gradient of 1; a number, or one a token.
+        bound: of a token's row of gradients for an upstream gradient of 1; a number, or one a token.
     """
     largest = gradients[0].new_zeros(())
     of_all = [torch.stack([each.abs() for each in gradients]).sum(0) / 4] if len(gradients) > 4 else []
     for gradient in (*gradients, *of_all):
         if gradient.numel():
-            reached = gradient.abs() if factor is None else gradient.abs() * factor
+            reached = gradient.abs() if bound is None else gradient.abs() * bound
             largest = torch.maximum(largest, reached.amax())
     _, of_weight = torch.frexp(torch.stack(weight.detach().aminmax()).float().abs().amax())
     headroom = FP16_HEADROOM_BITS - (of_weight - FP16_WEIGHT_BITS).clamp(0, 16)
@@ -56,13 +56,13 @@ def scale_(rows: Tensor, scale: Tensor) -> None:
 
 
 def scale_token_weights(
-    token_weights: Tensor, logit_scale: float, dtype: torch.dtype, factor: Tensor | float | None = None
+    token_weights: Tensor, logit_scale: float, dtype: torch.dtype, bound: Tensor | float | None = None
 ) -> Tensor:
     """Multiply token weights by a power of two that brings the largest (times ``logit_scale``) near 1.
 
     ``grad_in_forward`` makes gradients for these weights, and multiplies them by a scalar in the backward:
     values out of the range of ``dtype`` in between would be lost. The power is the same on every rank. In
-    fp16 it is smaller where ``factor`` (see :func:`scale_for_fp16`) is above 1.
+    fp16 it is smaller where ``bound`` (see :func:`scale_for_fp16`) is above 1.
     """
     if not token_weights.numel():
         return token_weights
@@ -74,9 +74,9 @@ def scale_token_weights(
     else:
         shift = _shift_to(bits, token_weights.abs().amax() * abs(logit_scale))
         scaled = token_weights * _power_of_two(shift)
-    if factor is None or dtype != torch.float16:
+    if bound is None or dtype != torch.float16:
         return scaled
-    largest = (scaled * factor).abs().amax() * abs(logit_scale)
+    largest = (scaled * bound).abs().amax() * abs(logit_scale)
     return scaled * _power_of_two(_shift_to(bits, largest).clamp(max=0))
 
 

@@ -21,7 +21,7 @@ has to be hidden, it finishes ``c`` at once::
     start the gather of chunks 0 and 1
     for each chunk c:
         begin c            X = wait for its gather;  P, and the statistics of its rows
-                           start its merge, and the gather of c + 2
+                           start its merge, and the gather of a later chunk
         finish c - 1       wait for its merge: losses and other outputs; then
                            store: keep P          recompute: keep four floats a token
                            grad_in_forward: G;  dH, start its reduction;  dW
@@ -58,7 +58,6 @@ merge.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -145,7 +144,7 @@ def forward(
 
     def begin(chunk: Chunk) -> _UnderWay:
         """Make P and the statistics of its rows; start their merge over the ranks."""
-        x = hidden_states.take(chunk)
+        x = hidden_states.take()
         if in_forward is not None and chunk.index > 1:
             hidden_states.start()  # before P: the gap after it belongs to the merge
         chunk_targets = targets.of_chunk(chunk, partial(tokens.split, chunk=chunk))
@@ -205,8 +204,8 @@ def forward(
     outputs = logits.whole(outputs or results.of_no_tokens(logits, tokens, device), targets.others)
     if targets.others is not None and spec.needs_grad:
         targets = targets._replace(others=targets.others.saved(spec.remakes))
-    kept = Saved(tuple(saved), last_hidden, matrix, targets._replace(labels=None))  # type: ignore[arg-type]
-    return outputs, kept, None if in_forward is None else in_forward.made()
+    to_save = Saved(tuple(saved), last_hidden, matrix, targets._replace(labels=None))  # type: ignore[arg-type]
+    return outputs, to_save, None if in_forward is None else in_forward.made()
 
 
 class _InForward:
@@ -244,17 +243,17 @@ class _InForward:
         row_scale = logits.finalize(p, chunk_targets, scores, merged)
         with phase("grad-logits"):
             out = self.out.slot(chunk.index, chunk)
-            kept = SavedChunk(None, p, row_scale, terms)
-            grad = logits.grad_from_saved(kept, chunk_targets, upstream, out)
+            now = SavedChunk(None, p, row_scale, terms)
+            grad = logits.grad_from_saved(now, chunk_targets, upstream, out)
         _differentiate(self.spec, chunk, x, grad, self.hidden_states, self.grad_hidden, self.grad_weight)
         return SavedChunk(chunk_targets.labels, None, None, terms)
 
     def made(self) -> Made:
         """Wait for the last reduction, and return the gradients of all chunks. Collectives: none."""
-        rows, scales = (None, ()) if self.grad_hidden is None else self.grad_hidden.reduced()
+        rows, scale, factor = (None,) * 3 if self.grad_hidden is None else self.grad_hidden.reduced()
         with phase("grad-weight"):
             total = None if self.grad_weight is None else self.grad_weight.total(self.inv_scale)
-        return Made(self.weights, total, rows, math.prod(scales[1:], start=scales[0]) if scales else None)
+        return Made(self.weights, total, rows, scale if scale is None or factor is None else scale * factor)
 
 
 def backward(
@@ -287,25 +286,25 @@ def backward(
         grad_hidden = GradHidden(tokens, comm, weight, inv_scale, depth=2 if at_once else 1)
     ring = Ring(tokens, weight, len(weight), dtype=logits.logits_dtype)  # of P
     out = ring if logits.logits_dtype is None else Ring(tokens, weight, len(weight))  # of G
-    for chunk, kept in zip(chunks, reversed(saved.chunks), strict=True):
+    for chunk, entry in zip(chunks, reversed(saved.chunks), strict=True):
         x = None
         if not at_once:
-            x = hidden_states.take(chunk) if chunk in read else None
+            x = hidden_states.take() if chunk in read else None
             if hidden_states.start():
                 comm.delay_next_gemm(device)
         split = partial(tokens.split, chunk=chunk)
-        targets = saved.targets.of_chunk(chunk, split)._replace(labels=kept.labels)  # type: ignore[arg-type]
+        targets = saved.targets.of_chunk(chunk, split)._replace(labels=entry.labels)  # type: ignore[arg-type]
         chunk_upstream = upstream.map(split)
         with phase("grad-logits"):
             if chunk.index < num_stored:
                 if matrix is not None:
-                    kept = kept._replace(matrix=tokens.of_all(matrix, chunk))
+                    entry = entry._replace(matrix=tokens.of_all(matrix, chunk))
                 room = None if logits.saves_e else out.slot(0, chunk)
-                grad = logits.grad_from_saved(kept, targets, chunk_upstream, room)
+                grad = logits.grad_from_saved(entry, targets, chunk_upstream, room)
             else:
-                assert x is not None and kept.terms is not None
+                assert x is not None and entry.terms is not None
                 p, room = ring.slot(0, chunk), out.slot(0, chunk)
-                grad = logits.grad_recomputed(x, weight, targets, kept.terms, chunk_upstream, p, room)
+                grad = logits.grad_recomputed(x, weight, targets, entry.terms, chunk_upstream, p, room)
         if not at_once:
             _differentiate(spec, chunk, x, grad, hidden_states, grad_hidden, grad_weight)
             continue
@@ -313,17 +312,17 @@ def backward(
             if grad_hidden is not None:
                 grad_hidden.add(chunk, grad)
             hidden_states.start()
-        x = hidden_states.take(chunk)
+        x = hidden_states.take()
         assert grad.row_scale is not None
         with phase("grad-weight"):
             logits.scale_rows(x, grad.row_scale, hidden_states.scaled(chunk), grad.upstream)
     if grad_weight is not None and matrix is not None and hidden_states.all_tokens is not None:
         with phase("grad-weight"):
             grad_weight.add(matrix, hidden_states.all_tokens)
-    rows, scales = (None, ()) if grad_hidden is None else grad_hidden.reduced()
-    if rows is not None and scales:
+    rows, scale, factor = (None,) * 3 if grad_hidden is None else grad_hidden.reduced()
+    if rows is not None and scale is not None:
         with phase("grad-hidden"):
-            logits.scale_rows(rows, scales[0], rows, *scales[1:])
+            logits.scale_rows(rows, scale, rows, factor)
     if grad_weight is None:
         return rows, None
     with phase("grad-weight"):
@@ -411,9 +410,9 @@ def _bound(spec: Spec, tokens: Tokens, saved: Saved, upstream: Upstream) -> Tens
     if not given & spec.logits.outputs.unbounded.keys():
         return None
     bound = torch.ones_like(upstream.loss)
-    for chunk, kept in zip(tokens.chunks, saved.chunks, strict=True):
+    for chunk, entry in zip(tokens.chunks, saved.chunks, strict=True):
         chunk_targets = saved.targets.of_chunk(chunk, partial(tokens.split, chunk=chunk))
-        found = spec.logits.bound_of(kept, chunk_targets, given)
+        found = spec.logits.bound_of(entry, chunk_targets, given)
         if found is not None:
             bound[:, chunk.start : chunk.stop] = found.view(len(bound), -1)
     return bound

@@ -148,10 +148,10 @@ def _make(call: Call, history: GroupHistory) -> Spec:
     logits: LogitsBackend | None = None
     try:
         check_arguments(call, comm)
-        facts, here = _found_here(call) if earlier is None else (earlier.facts, "")
+        facts, why_not = _found_here(call) if earlier is None else (earlier.facts, "")
         if facts["without_scaled_exp"] and earlier is not None:
-            here = choose.NOT_ON_EVERY_RANK
-        logits, why_not = _choose(call, here)
+            why_not = choose.NOT_ON_EVERY_RANK
+        logits, why_not = _choose(call, why_not)
     except (TypeError, ValueError, ImportError) as wrong:
         error, facts = wrong, _NO_FACTS
     if compares:
@@ -242,17 +242,17 @@ def _outputs(
 def _found_here(call: Call) -> tuple[dict[str, int], str]:
     """Numbers that depend on this rank's machine and memory, named as in :data:`_NO_FACTS`; and why the
     scaled-exp GEMM cannot serve here, empty if it can."""
-    here = choose.why_not_here(call.config, call.hidden, call.weight)
-    here = here or call.other_targets.why_not_here(call.config)
+    why_not = choose.why_not_here(call.config, call.hidden, call.weight)
+    why_not = why_not or call.other_targets.why_not_here(call.config)
     trained = call.weight.requires_grad
     accumulator = getattr(call.open_grad_weight, "kind", "returned") if trained else "none"
     facts = {
         "device": _DEVICES.index(device_in_plans(call.hidden.device)),
         # An index, the cheapest first. "none" is so on all ranks or on no rank.
         "wgrad_accumulator": memory.WGRAD_ACCUMULATORS.index(accumulator),
-        "without_scaled_exp": int(bool(here)),
+        "without_scaled_exp": int(bool(why_not)),
     }
-    return facts, here
+    return facts, why_not
 
 
 def _head_of(call: Call) -> Hashable | None:

@@ -42,20 +42,20 @@ def choose(
     tokens: Tensor,  # [..., H]
     weight: Tensor,  # [V, H]
     requested: Requested | None = None,
-    here: str | None = None,
+    why_not: str | None = None,
 ) -> tuple[LogitsBackend, str]:
     """The backend for these tensors, and why not ``scaled_exp`` (empty where it is).
 
     Args:
         requested: None for the loss that ``config`` describes.
-        here: what the ranks of a group settled together, in place of what :func:`why_not_here` finds on this
-            rank: gradients of the two backends cannot be summed over ranks, and plans differ.
+        why_not: what the ranks of a group settled together, in place of what :func:`why_not_here` finds on
+            this rank: gradients of the two backends cannot be summed over ranks, and plans differ.
 
     Raises:
         ValueError: ``scaled_exp`` was asked for by name and cannot serve.
     """
     requested = requested or Requested(loss_of(config))
-    reason = why_not_here(config, tokens, weight) if here is None else here
+    reason = why_not_here(config, tokens, weight) if why_not is None else why_not
     reason = reason or _why_not_served(config, tokens, requested)
     if not reason:
         from megatron_fused_ce.logits.scaled_exp import ScaledExp

@@ -17,7 +17,7 @@ from megatron_fused_ce.losses.terms import Coefficient, Pull, Rows, Term, attrib
 NUM_LABELS = {33: (1, 8), 20: (3,)}
 #: Upstream gradients are up to so many powers of ten above and below 1.
 DECADES = 6
-#: Relative: numbers in fp64, differences of values over two steps, numbers in fp32; and the step.
+#: Relative tolerances: in fp64, of slopes (differences of values over two steps), in fp32; then the step.
 TOLERANCE, SLOPE_TOLERANCE, FP32_TOLERANCE, STEP = 1e-9, 1e-6, 1e-3, 1e-5
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -80,7 +79,7 @@ def _known_shares(rows: Rows) -> Tensor:
     return rows.shares.masked_fill(~rows.known_labels, 0.0)
 
 
-CROSS_ENTROPY = CrossEntropy()
+CROSS_ENTROPY, UNIFORM = CrossEntropy(), Uniform()
 
 
 @dataclass(frozen=True)
@@ -96,18 +95,16 @@ class LabelSmoothing(Term):
     bound = 1.0
 
     def value(self, rows: Rows) -> Tensor:
-        return _smoothed(self, rows.num_classes).value(rows)
+        share = self._of_all(rows.num_classes)
+        return (1 - share) * rows.loss + share * UNIFORM.value(rows)
 
     def pull(self, rows: Rows, upstream: Coefficient) -> Pull:
-        return _smoothed(self, rows.num_classes).pull(rows, upstream)
+        share = self._of_all(rows.num_classes)
+        return Pull(at=(1 - share) * upstream) + UNIFORM.pull(rows, share * upstream)
 
-
-@lru_cache(maxsize=64)
-def _smoothed(given: LabelSmoothing, num_classes: int) -> Term:
-    share = given.share
-    if given.of_others:
-        share *= num_classes / max(num_classes - 1, 1)  # of a single class the loss is 0
-    return (1 - share) * CROSS_ENTROPY + share * Uniform()
+    def _of_all(self, num_classes: int) -> float:
+        """The share of all classes, the label's own with them; of a single class the loss is 0."""
+        return self.share * (num_classes / max(num_classes - 1, 1) if self.of_others else 1)
 
 
 def loss_of(config: FusedCEConfig, loss: Term = CROSS_ENTROPY) -> Term:

@@ -244,8 +244,8 @@ class Outputs(RowOptions):
         return Rows(None, TokenTerms.of(saved, self.kept), self.num_classes, shares)
 
     def pull(self, rows: Rows, upstream: Upstream) -> tuple[Pull, Tensor]:
-        """The sum of all terms' pulls, and a factor ``[C]`` of it. ``upstream``: of a chunk, times the factor
-        of all gradients (the logit scale)."""
+        """The sum of all terms' pulls, and what multiplies it, ``[C]``: the upstream gradient of a loss that
+        is alone, else 1. ``upstream``: a chunk's, times the logit scale."""
         if not upstream.beside:
             return self.loss.pull(rows, 1.0), upstream.loss
         pull = self.loss.pull_own(rows, upstream.loss) if upstream.of_loss else Pull()
@@ -267,7 +267,7 @@ class Outputs(RowOptions):
         if self.is_plain:
             return merged.terms
         rows = Rows(merged, num_classes=self.num_classes)
-        made = self.loss.pull(rows, 1.0).coefficients(rows, merged.terms[0])
+        made = self.loss.pull(rows, 1.0).coefficients(rows, merged.terms[0])  # the factor is not among the 3
         return torch.stack(made[:3])
 
     @cached_property

@@ -1,4 +1,4 @@
-"""One token's statistics, merged over the shards, and its plain loss; :mod:`.losses` has every other one.
+"""Merges a token's statistics over the shards; its cross-entropy. :mod:`.terms` has the other losses.
 
 :mod:`.logits` makes the statistics, :mod:`.ranks.collectives` merges those of the shards; here is
 ``[C]``-sized arithmetic in plain PyTorch. :mod:`.kernels.token_kernels` has ``merge_shards``,

@@ -116,7 +116,7 @@ class Rows:
 
     @cached_property
     def left_out(self) -> Tensor:
-        """``s - m`` of the label that the sum of the others is without, of several the largest; NOT_HERE for
+        """``s - m`` of the label that ``sum_exp_nonlabel`` excludes, the largest of several; NOT_HERE for
         none."""
         return self.terms.label_shift
 
@@ -187,7 +187,7 @@ class Pull(NamedTuple):
         return Pull(*map(_sum, self, other))  # type: ignore[arg-type]
 
     def coefficients(self, rows: Rows, factor: Tensor) -> GradCoefficients:
-        """For the kernels, of one label. ``factor``: fp32 ``[C]``, of all of it."""
+        """The kernels' coefficients, for one label; ``factor`` fp32 ``[C]`` multiplies the gradient."""
         one = self._replace(at=_sum(self.at, None if self.at_labels is None else self.at_labels[0]))
         at_label = times(rows.terms.one_minus_p_label, one.at)
         if self.alpha is not None:
@@ -204,7 +204,7 @@ class Pull(NamedTuple):
         return GradCoefficients(
             rows.terms.row_max,
             times(inv_sum, _sum(self.at, self.alpha)),
-            factor,  # of a label, which is nowhere
+            factor,  # neg_label_grad, which is not read
             factor,
             None if eps is None else inv_sum * eps,
             None if delta is None else torch.zeros_like(factor) + delta,  # of each row, whatever a term gave
@@ -412,10 +412,10 @@ class Sum(Term):
 
 
 def _take_over(made: Term, terms: tuple[Term, ...]) -> None:
-    """Attributes of what is made of ``terms``.
+    """Set the attributes of a sum or product of ``terms``.
 
     Raises:
-        TypeError: one without a gradient, whose part would be missing from that of the others.
+        TypeError: a term has no gradient, so that the sum's would lack its part.
     """
     for term in terms:
         if not term.gives:

@@ -10,7 +10,7 @@ from typing import Any
 
 def parts_of(value: Any) -> list[Any] | None:
     """What a value is made of: entries, fields, arguments; of a function its defaults and closure, not its
-    code nor the globals that it reads. None of what has no such parts."""
+    code nor the globals that it reads. None for a value without parts."""
     if isinstance(value, FunctionType):
         cells = value.__closure__ or ()
         return [value.__defaults__, value.__kwdefaults__, *(cell.cell_contents for cell in cells)]

@@ -132,7 +132,7 @@ SENTENCES = {
     "needed": "Use it: a GPU has {usable} GiB usable and needs {after} with {flags}, {before} without.",
     "either": "It fits either way; {flags} saves {saved} GiB ({part}): peak {after}, {before} without.",
     "leave out": "Leave it out: peak {before} GiB a GPU without {flags}, {after} with it; {usable} usable.",
-    "does not fit": "Not enough memory: a GPU has {usable} GiB usable and needs {before} without {flags}, {after} with.",
+    "does not fit": "Not enough memory: {before} GiB a GPU without {flags}, {after} with; {usable} usable.",
     "no verdict": "The head (last stage), if the loss is Megatron's own: {before} → {after} GiB a GPU. The "
     "whole: no verdict, {why}.",
     "no effect": "No effect: the head stays on Megatron's own path: {why}.",

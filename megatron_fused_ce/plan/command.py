@@ -56,6 +56,7 @@ def _parser(own: bool) -> Parser:
     add_arguments(parser)
     if not own:
         return parser
+    parser.usage = "%(prog)s [option ...] [argument of pretrain_gpt.py ...]"
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--model", metavar="NAME", help=f"one of {', '.join(MODELS)}")
     what.add_argument("--from-log", type=Path, metavar="FILE", help="a log that Megatron wrote")

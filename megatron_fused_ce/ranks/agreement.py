@@ -195,7 +195,7 @@ def compare(
         of_ranks: list[dict[str, str]] = [{} for _ in range(size)]
         dist.all_gather_object(of_ranks, same, group=group)
         for name in same:
-            seen = [of_rank.get(name, "nothing") for of_rank in of_ranks]
+            seen = [texts.get(name, "nothing") for texts in of_ranks]
             if len(set(seen)) > 1:
                 raise RankDisagreement(
                     f"the ranks of the tensor-parallel group disagree on {name}: {'; '.join(seen)} (by rank)"

@@ -143,8 +143,8 @@ class VocabParallel:
     size: int
     rank: int
     sequence_parallel: bool
-    #: how statistics are merged: "all_reduce"; "packed", which "auto" is
-    merge: str = "auto"
+    #: how statistics are merged: "packed" or "all_reduce"
+    merge: str = "packed"
     #: whether the head sums ``grad_hidden`` over the ranks; if not, the caller does
     reduces_grad_hidden: bool = True
     #: Whether gathers and merges run on the side stream. With one chunk nothing overlaps: then they use the
@@ -155,7 +155,7 @@ class VocabParallel:
     def of(
         group: dist.ProcessGroup | None,
         sequence_parallel: bool,
-        merge: str = "auto",
+        merge: str = "packed",
         reduces_grad_hidden: bool = True,
     ) -> VocabParallel:
         """Describe ``group``. For None, or a group of one rank, there are no collectives at all."""

@@ -242,19 +242,19 @@ def _peaks(words: str) -> list[str]:
 
 #: What README's readers train, and a plan of it; then what was measured, with its page.
 TRAININGS = (
-    ("1B, 131072 tokens", f"--model llama-3.2-1b --gpu h200 --seq-length 131072 {FULL}"),
-    ("8B, TP 1, 32768 tokens", f"--model qwen3-8b --gpus 8 --seq-length 32768 {FULL}"),
-    ("GPT-OSS-20B, 16384 tokens", f"--model gpt-oss-20b --gpus 8 --ep 8 --seq-length 16384 {FULL}"),
-    ("8B, TP 4, 8192 tokens", f"--model llama-3-8b {ON_8} 4 --seq-length 8192"),
-    ("70B, TP 8", "--model llama-3-70b --gpus 64 --tp 8 --pp 4 --sequence-parallel --seq-length 8192"),
+    ("Llama-3.2-1B, 131072 tokens", f"--model llama-3.2-1b --gpu h200 --seq-length 131072 {FULL}"),
+    ("Qwen3-8B, TP 1, 32768 tokens", f"--model qwen3-8b --gpus 8 --seq-length 32768 {FULL}"),
+    ("GPT-OSS-20B, EP 8, 16384 tokens", f"--model gpt-oss-20b --gpus 8 --ep 8 --seq-length 16384 {FULL}"),
+    ("Llama-3-8B, TP 4, 8192 tokens", f"--model llama-3-8b {ON_8} 4 --seq-length 8192"),
+    ("Llama-3-70B, TP 8", "--model llama-3-70b --gpus 64 --tp 8 --pp 4 --sequence-parallel --seq-length 8192"),
 )
 MEASURED = (
-    "| [RL](docs/rl/index.md) | yes | at most "
-    "[0.70](docs/benchmarks/results/2026-11-26-h100-80gb-hbm3-rl-peers.md) of verl's time; "
-    "2.0 GiB, verl's 0.25 |",
+    "| [RL](docs/rl/index.md) | yes | log-probabilities in "
+    "[0.52](docs/benchmarks/results/2026-11-26-h100-80gb-hbm3-rl-peers.md) of verl's time; "
+    "2.1 GiB, verl's 0.25 |",
     "| [distillation](docs/distillation.md) | yes | "
     "[2.95 GiB](docs/benchmarks/results/2026-11-26-h100-80gb-hbm3-distill-peers.md), "
-    "a tenth of eager ModelOpt's |",
+    "compiled ModelOpt's 4.86 |",
     "| [small heads](docs/performance.md#small-heads) | no | "
     "up to [1.24](docs/benchmarks/2026-11-23.md) of Transformer Engine's time |",
 )

@@ -209,7 +209,7 @@ def run_python(*words, python=sys.executable, **env):
 
 
 FLAGS = "--lr 0.5 --fused-chunked-ce --fused-ce-num-chunks 6"
-ALONE = "--lr 0.5 --fused-ce-z-loss 1e-4 --fused-ce-skip-masked --fused-ce-merge auto"
+ALONE = "--lr 0.5 --fused-ce-z-loss 1e-4 --fused-ce-skip-masked --fused-ce-merge packed"
 REFUSED = "error: --fused-ce-z-loss, --fused-ce-skip-masked: no effect without --fused-chunked-ce"
 #: Words behind ``python -m megatron_fused_ce``, status, and what is said.
 LAUNCHES = [
@@ -218,7 +218,7 @@ LAUNCHES = [
     # Options without the flag, unless they have their defaults, whatever comes first.
     (f".launch SCRIPT {ALONE}", 2, REFUSED),
     (f".launch SCRIPT {ALONE} --fused-chunked-ce", 0, ""),
-    (".launch SCRIPT --lr 0.5 --fused-ce-merge auto", 0, ""),
+    (".launch SCRIPT --lr 0.5 --fused-ce-merge packed", 0, ""),
     (".launch --help", 0, "--fused-ce-memory-mb"),
     (".launch no_such.py --fused-chunked-ce", 2, "no such script: no_such.py"),
     (" launch x.py", 2, "launch is torchrun's module"),

@@ -62,7 +62,7 @@ def over_ranks(
 
 def against_fp64(
     rank: Rank, *, values="plain", kind="forward_kl", option="plain", strategy="store",
-    sequence_parallel=False, teacher_sequence_parallel=None, merge="auto", shards="unequal",
+    sequence_parallel=False, teacher_sequence_parallel=None, merge="packed", shards="unequal",
     skips="nothing", chunk_tokens=20, dtype=torch.float32, s=24,
 ):  # fmt: skip
     options, rows = dict(distillation.OPTIONS[option]), VOCAB[shards]
