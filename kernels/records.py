@@ -192,7 +192,7 @@ class Merged(NamedTuple):
     """A chunk's statistics over all shards, natural units; the same on every rank."""
 
     loss: Tensor  # fp32 [C]: the plain loss, without options
-    terms: Tensor  # fp32 [4, C]: the fields of losses.statistics.TokenTerms
+    stats: Tensor  # fp32 [4, C]: the fields of losses.statistics.TokenStats
     #: fp32 [C]: the largest row_shift of any shard; None if the shard is the whole vocabulary
     row_shift: Tensor | None
     extra: ExtraStatistics = NO_EXTRA
@@ -206,7 +206,7 @@ class GradCoefficients(NamedTuple):
 
     ``d / d s_j = factor * (exp(t_j) * (scale + entropy_scale * t_j) - smoothing_per_class)`` for ``t_j =
     s_j - row_max``, and ``-factor * neg_label_grad`` at the label. For the plain loss they are the
-    :class:`.TokenTerms` themselves.
+    :class:`.TokenStats` themselves.
     """
 
     row_max: Tensor

@@ -422,16 +422,16 @@ def row_statistics(
 def row_gradients(
     logits: Tensor,  # [C, V], unit column stride
     local_labels: Tensor,  # [C] int64
-    terms: GradCoefficients,
+    coefficients: GradCoefficients,
     logit_scale: float,
     out: Tensor,  # [C, V] in the logits' dtype; may be `logits` itself
     form: RowOptions = NO_OPTIONS,
-    inv_temperature: Tensor | None = None,  # [C] fp32; ``terms`` have its factor of the gradient
+    inv_temperature: Tensor | None = None,  # [C] fp32; ``coefficients`` have its factor of the gradient
 ) -> Tensor:
     """``out = d loss / d z`` times the upstream gradient, cast to the logits' dtype."""
     num_rows, num_columns = logits.shape
     block = min(GRADIENT_BLOCK, next_power_of_2(num_columns))
-    unused = terms.factor
+    unused = coefficients.factor
     rounds = rounds_products(logits, logit_scale, form.softcap, inv_temperature)
     launch = _row_gradients_unfused if rounds else _row_gradients
     launch(
@@ -440,12 +440,12 @@ def row_gradients(
             logits,
             out,
             local_labels,
-            terms.row_max,
-            terms.scale,
-            terms.neg_label_grad,
-            terms.factor,
-            unused if terms.entropy_scale is None else terms.entropy_scale,
-            unused if terms.smoothing_per_class is None else terms.smoothing_per_class,
+            coefficients.row_max,
+            coefficients.scale,
+            coefficients.neg_label_grad,
+            coefficients.factor,
+            unused if coefficients.entropy_scale is None else coefficients.entropy_scale,
+            unused if coefficients.smoothing_per_class is None else coefficients.smoothing_per_class,
             local_labels if form.valid_columns is None else form.valid_columns,
             unused if inv_temperature is None else inv_temperature,
         ),
@@ -457,8 +457,8 @@ def row_gradients(
             form.softcap or 1.0,
         ),
         BLOCK=block,
-        WITH_ENTROPY=terms.entropy_scale is not None,
-        WITH_SMOOTHING=terms.smoothing_per_class is not None,
+        WITH_ENTROPY=coefficients.entropy_scale is not None,
+        WITH_SMOOTHING=coefficients.smoothing_per_class is not None,
         MASKED=form.valid_columns is not None,
         SOFTCAP=form.softcap is not None,
         TEMPERATURE=inv_temperature is not None,

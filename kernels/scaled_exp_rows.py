@@ -181,7 +181,7 @@ def _combine_tiles_kernel(
     argmax_ptr,  # [C] int64, out: column of the largest logit
     weighted_ptr,  # [C] fp32, out, natural units: records.ExtraStatistics.weighted
     loss_ptr,  # [C] fp32, out, natural units
-    saved_ptr,  # [4, C] fp32, out: losses.statistics.TokenTerms
+    saved_ptr,  # [4, C] fp32, out: losses.statistics.TokenStats
     e_ptr,  # [C, V], in and out
     row_scale_ptr,  # [C] fp32, out: a factor
     inv_temperature_ptr,  # [C] fp32
@@ -647,7 +647,7 @@ def combine_tiles(
             shard if tile_shift is None else tile_shift,
             labels if argmax is None else argmax,
             shard if weighted is None else weighted,
-            *((shard, shard) if merged is None else (merged.loss, merged.terms)),
+            *((shard, shard) if merged is None else (merged.loss, merged.stats)),
             *((shard, shard) if e is None or row_scale is None else (e, row_scale)),
             shard if inv_temperature is None else inv_temperature,
         ),
@@ -662,7 +662,7 @@ def finalize_rows(
     tiles: TileStatistics,
     stats: RowStatistics,
     row_shift: Tensor | None,  # [C] fp32: Merged.row_shift
-    terms: Tensor,  # [3, C] fp32, or more rows: row_max, scale, neg_label_grad of GradCoefficients
+    coefficients: Tensor,  # [3, C] fp32, or more rows: row_max, scale, neg_label_grad of GradCoefficients
     form: RowOptions = NO_OPTIONS,
 ) -> Tensor:
     """Bring every row of ``E`` to one row scale over all shards and write the label's entry.
@@ -682,7 +682,7 @@ def finalize_rows(
             stats.shard,
             stats.tile_shift,
             stats.shard if row_shift is None else row_shift,
-            terms,
+            coefficients,
             tiles.label_logit,
             row_scale,
         ),

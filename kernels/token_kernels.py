@@ -41,7 +41,7 @@ def addends(row_shift, sum_exp_nonlabel, label_logit, row_max):
 def _shard_addends_kernel(
     shard_ptr,  # [4, C] fp32: records.RowStatistics.shard
     row_max_ptr,  # [C] fp32: over the whole vocabulary
-    terms_ptr,  # [3, C] fp32, out
+    addends_ptr,  # [3, C] fp32, out
     num_rows,
     BLOCK: tl.constexpr,
 ):
@@ -49,9 +49,9 @@ def _shard_addends_kernel(
     inside = rows < num_rows
     row_max = tl.load(row_max_ptr + rows, mask=inside, other=0.0)
     sum_exp_nonlabel, label, shifted = _addends(shard_ptr, rows, inside, num_rows, row_max)
-    tl.store(terms_ptr + rows, sum_exp_nonlabel, mask=inside)
-    tl.store(terms_ptr + num_rows + rows, label, mask=inside)
-    tl.store(terms_ptr + 2 * num_rows + rows, shifted, mask=inside)
+    tl.store(addends_ptr + rows, sum_exp_nonlabel, mask=inside)
+    tl.store(addends_ptr + num_rows + rows, label, mask=inside)
+    tl.store(addends_ptr + 2 * num_rows + rows, shifted, mask=inside)
 
 
 @triton.jit
@@ -64,7 +64,7 @@ def _log1p(x):
 
 @triton.jit
 def store_loss(sum_exp_nonlabel, label, shifted, row_max, loss_ptr, saved_ptr, rows, inside, num_rows):
-    """Loss and terms of tokens whose addends were summed over the shards: loss.token_loss.
+    """Loss and statistics of tokens whose addends were summed over the shards: loss.token_loss.
 
     Returns what multiplies their exponentials in the gradient, and the label's gradient, negated.
     """
@@ -85,18 +85,18 @@ def store_loss(sum_exp_nonlabel, label, shifted, row_max, loss_ptr, saved_ptr, r
 @triton.jit
 def _token_loss_kernel(
     row_max_ptr,  # [C] fp32
-    terms_ptr,  # [3, C] fp32, summed over the shards
+    sums_ptr,  # [3, C] fp32, summed over the shards
     loss_ptr,  # [C] fp32, out
-    saved_ptr,  # [4, C] fp32, out: losses.statistics.TokenTerms
+    saved_ptr,  # [4, C] fp32, out: losses.statistics.TokenStats
     num_rows,
     BLOCK: tl.constexpr,
 ):
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < num_rows
     row_max = tl.load(row_max_ptr + rows, mask=inside, other=0.0)
-    sum_exp_nonlabel = tl.load(terms_ptr + rows, mask=inside, other=0.0)
-    label = tl.load(terms_ptr + num_rows + rows, mask=inside, other=1.0)
-    shifted = tl.load(terms_ptr + 2 * num_rows + rows, mask=inside, other=0.0)
+    sum_exp_nonlabel = tl.load(sums_ptr + rows, mask=inside, other=0.0)
+    label = tl.load(sums_ptr + num_rows + rows, mask=inside, other=1.0)
+    shifted = tl.load(sums_ptr + 2 * num_rows + rows, mask=inside, other=0.0)
     store_loss(sum_exp_nonlabel, label, shifted, row_max, loss_ptr, saved_ptr, rows, inside, num_rows)
 
 
@@ -110,7 +110,7 @@ def _larger(a, b):
 def _merge_shards_kernel(
     shards_ptr,  # [R, 4, C] fp32
     loss_ptr,  # [C] fp32, out
-    saved_ptr,  # [4, C] fp32, out: losses.statistics.TokenTerms
+    saved_ptr,  # [4, C] fp32, out: losses.statistics.TokenStats
     row_shift_ptr,  # [C] fp32, out
     num_shards,
     num_rows,
@@ -150,22 +150,22 @@ def shard_addends(
 ) -> Tensor:
     """:func:`.statistics.shard_addends`: ``[3, C]`` fp32."""
     num_rows = global_max.shape[0]
-    terms = torch.empty((3, num_rows), dtype=torch.float32, device=global_max.device)
+    out = torch.empty((3, num_rows), dtype=torch.float32, device=global_max.device)
     grid = (ceil_div(num_rows, BLOCK),)
-    _shard_addends(grid, (shard, global_max, terms), (num_rows,), BLOCK=BLOCK)
-    return terms
+    _shard_addends(grid, (shard, global_max, out), (num_rows,), BLOCK=BLOCK)
+    return out
 
 
 def token_loss(
-    terms: Tensor,  # [3, C] fp32, summed over the shards
+    sums: Tensor,  # [3, C] fp32, summed over the shards
     global_max: Tensor,  # [C] fp32
 ) -> tuple[Tensor, Tensor]:
-    """:func:`.statistics.token_loss`: loss ``[C]`` and its terms ``[4, C]``, fp32."""
+    """:func:`.statistics.token_loss`: loss ``[C]`` and :class:`.TokenStats` ``[4, C]``, fp32."""
     num_rows = global_max.shape[0]
     loss = torch.empty_like(global_max)
-    saved = terms.new_empty((4, num_rows))
+    saved = sums.new_empty((4, num_rows))
     grid = (ceil_div(num_rows, BLOCK),)
-    _token_loss(grid, (global_max, terms, loss, saved), (num_rows,), BLOCK=BLOCK)
+    _token_loss(grid, (global_max, sums, loss, saved), (num_rows,), BLOCK=BLOCK)
     return loss, saved
 
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from megatron_fused_ce.distillation import rows_torch as divergence_torch
-from megatron_fused_ce.distillation.statistics import Scales, Terms, put_label_logits, terms_of, tops
+from megatron_fused_ce.distillation.statistics import PairStats, Scales, put_label_logits, stats_of, tops
 from megatron_fused_ce.kernels.records import (
     NO_EXTRA,
     LabelTerm,
@@ -44,7 +44,7 @@ from megatron_fused_ce.logits import (
 )
 from megatron_fused_ce.logits.gemm_rows import gemm_then_rows
 from megatron_fused_ce.losses.outputs import OUTPUTS
-from megatron_fused_ce.losses.statistics import TokenTerms, Upstream
+from megatron_fused_ce.losses.statistics import TokenStats, Upstream
 from megatron_fused_ce.losses.terms import Rows
 from megatron_fused_ce.planner.chunks import Chunk
 from megatron_fused_ce.ranks.collectives import DONE, Work
@@ -200,16 +200,16 @@ class Divergence(LogitsBackend):
     def settle(
         self, scores: Scores, targets: Targets, merged: Merged, matrix: Tensor | None, needs_grad: bool
     ) -> tuple[Merged, dict[str, Tensor]]:
-        """A chunk after its exchanges, with the gradient in ``matrix``: its terms (:meth:`.Terms.stacked`) in
+        """A chunk after its exchanges, with the gradient in ``matrix``: :meth:`.PairStats.stacked` in
         ``merged``, and its outputs, of the divergence this shard's part.
 
         Collectives: one SUM all-reduce ``[C]`` for reverse_kl and jsd, where a gradient is needed.
         """
         assert self.comm is not None
         num_tokens = len(targets.labels)
-        loss, terms = merged.loss.view(-1, num_tokens), merged.terms.view(4, -1, num_tokens)
-        label = terms[:, 2 if self._labels_apart else 0] if self.with_labels else None
-        of_token = terms_of(merged.extra, terms[0], num_tokens, label, self._scales)
+        loss, stats = merged.loss.view(-1, num_tokens), merged.stats.view(4, -1, num_tokens)
+        label = stats[:, 2 if self._labels_apart else 0] if self.with_labels else None
+        of_token = stats_of(merged.extra, stats[0], num_tokens, label, self._scales)
         sums = None
         student, teacher = self._sides(scores.beside, of_token)
         with phase("statistics"):
@@ -232,8 +232,8 @@ class Divergence(LogitsBackend):
             outputs |= {"log_prob": -loss[at], "teacher_log_prob": -loss[at + 1]}
         if merged.extra.weighted is not None:
             extra = NO_EXTRA._replace(weighted=merged.extra.weighted.view(-1, num_tokens)[0])
-            outputs["entropy"] = OUTPUTS["entropy"].value(Rows(Merged(loss[0], terms[:, 0], None, extra)))
-        return merged._replace(terms=of_token.stacked()), outputs
+            outputs["entropy"] = OUTPUTS["entropy"].value(Rows(Merged(loss[0], stats[:, 0], None, extra)))
+        return merged._replace(stats=of_token.stacked()), outputs
 
     def whole(self, made: dict[str, Tensor], others: OrderedTargets | None) -> dict[str, Tensor]:
         """Collectives: one SUM all-reduce of all tokens' divergences."""
@@ -245,28 +245,28 @@ class Divergence(LogitsBackend):
             loss = loss - others.label_weights.reshape(loss.shape) * made["log_prob"].reshape(loss.shape)
         return {**made, "loss": loss, "divergence": divergence}
 
-    def _sides(self, logits: tuple[Tensor, ...], terms: Terms) -> tuple[Side, Side]:
-        beside = None if self.kind == "forward_kl" else terms.beside
+    def _sides(self, logits: tuple[Tensor, ...], stats: PairStats) -> tuple[Side, Side]:
+        beside = None if self.kind == "forward_kl" else stats.beside
         of_student, of_teacher = self._scales
-        teacher = logits[1], terms.teacher_top, terms.teacher_log_sum, *of_teacher
+        teacher = logits[1], stats.teacher_top, stats.teacher_log_sum, *of_teacher
         return (
-            Side(logits[0], terms.top, terms.log_sum, *of_student),
-            Side(*teacher, log_ratio=terms.log_ratio, beside=beside),
+            Side(logits[0], stats.top, stats.log_sum, *of_student),
+            Side(*teacher, log_ratio=stats.log_ratio, beside=beside),
         )
 
     def _gradient(
         self,
         student: Side,
         teacher: Side,
-        terms: Terms,
+        stats: PairStats,
         targets: Targets,
         out: Tensor,
         with_sums: bool,
     ) -> Tensor | None:
         label, weights = None, _teacher(targets).label_weights
         if weights is not None:
-            assert terms.label is not None
-            at_1 = TokenTerms.of(terms.label)
+            assert stats.label is not None
+            at_1 = TokenStats.of(stats.label)
             label = LabelTerm(
                 targets.labels,
                 weights * self.temperature,
@@ -280,28 +280,28 @@ class Divergence(LogitsBackend):
             self.kind,
             self.beta,
             self.outputs.valid_columns,
-            terms.mean,
+            stats.mean,
             out,
             label,
-            None if self.saves_e else terms.row_scale.reciprocal(),
+            None if self.saves_e else stats.row_scale.reciprocal(),
             with_sums,
         )
 
-    def _row_scale(self, teacher: Side, terms: Terms, targets: Targets) -> Tensor:
+    def _row_scale(self, teacher: Side, stats: PairStats, targets: Targets) -> Tensor:
         """``[C]``: 1; for fp16 the inverse of the powers of two times which gradients are saved.
 
         Each entry of a row is at most 1, or ``KL + 1 / e`` for reverse_kl (docs/math.md), and of the label's
         term ``label_weights * temperature * (1 - p_y)``; the sum of all is at most twice that.
         """
         if self.saves_e:
-            return torch.ones_like(terms.top)
-        bound, weights = torch.ones_like(terms.top), _teacher(targets).label_weights
+            return torch.ones_like(stats.top)
+        bound, weights = torch.ones_like(stats.top), _teacher(targets).label_weights
         if self.kind == "reverse_kl":
-            at_top = _natural(terms.beside, teacher) - _natural(terms.teacher_top, teacher)
-            kl = terms.mean - terms.log_ratio - at_top
+            at_top = _natural(stats.beside, teacher) - _natural(stats.teacher_top, teacher)
+            kl = stats.mean - stats.log_ratio - at_top
             bound = bound + torch.where(kl > 0, kl, 0.0)
-        if weights is not None and terms.label is not None:
-            of_label = TokenTerms.of(terms.label).one_minus_p_label
+        if weights is not None and stats.label is not None:
+            of_label = TokenStats.of(stats.label).one_minus_p_label
             bound = bound + weights.abs() * self.temperature * of_label
         _, exponent = torch.frexp(bound)
         return torch.ldexp(torch.ones_like(bound), exponent.clamp(max=64) - FP16_BITS)
@@ -309,8 +309,8 @@ class Divergence(LogitsBackend):
     def bound_of(self, saved: SavedChunk, targets: Targets, given: set[str]) -> Tensor:
         row_scale = saved.row_scale
         if row_scale is None:
-            assert saved.terms is not None
-            row_scale = Terms.of(saved.terms).row_scale
+            assert saved.stats is not None
+            row_scale = PairStats.of(saved.stats).row_scale
         return row_scale * 2.0**FP16_BITS
 
     def bound_ahead(self, others: OrderedTargets | None) -> Tensor | float:
@@ -321,7 +321,7 @@ class Divergence(LogitsBackend):
 
     def finalize(self, matrix: Tensor, targets: Targets, scores: Scores, merged: Merged) -> Tensor:
         """The gradient is there (:meth:`settle`); 1, or the inverse of fp16's factors."""
-        return Terms.of(merged.terms).row_scale.contiguous()
+        return PairStats.of(merged.stats).row_scale.contiguous()
 
     def grad_from_saved(
         self, saved: SavedChunk, targets: Targets, upstream: Upstream, out: Tensor | None
@@ -338,7 +338,7 @@ class Divergence(LogitsBackend):
         hidden: Tensor,
         weight: Tensor,
         targets: Targets,
-        terms: Tensor,
+        stats: Tensor,
         upstream: Upstream,
         logits: Tensor,
         out: Tensor,
@@ -352,7 +352,7 @@ class Divergence(LogitsBackend):
         gathered.wait()
         teacher_out = self._teacher_buffer(teacher_hidden, teacher_weight)
         self.teacher.write_logits(teacher_hidden, teacher_weight, teacher_out)
-        of_token = Terms.of(terms)
+        of_token = PairStats.of(stats)
         both = student_out, teacher_out
         student, teacher = self._sides(both, of_token)
         self._gradient(student, teacher, of_token, targets, out, False)

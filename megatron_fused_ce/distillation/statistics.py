@@ -20,7 +20,7 @@ FAR = 88.0
 Scales = tuple[tuple[float, float | None], ...]
 
 
-class Terms(NamedTuple):
+class PairStats(NamedTuple):
     """What the gradient needs of a token, fp32 ``[C]`` each."""
 
     top: Tensor  # records.Side of the student, and the next
@@ -31,15 +31,15 @@ class Terms(NamedTuple):
     beside: Tensor
     mean: Tensor  # what reverse_kl and jsd subtract, over the whole vocabulary
     row_scale: Tensor  # of the saved gradient: the inverse of fp16's factor
-    label: Tensor | None = None  # [4, C]: TokenTerms of the student at temperature 1
+    label: Tensor | None = None  # [4, C]: TokenStats of the student at temperature 1
 
     def stacked(self) -> Tensor:
         rows = torch.stack(self[:8])
         return rows if self.label is None else torch.cat((rows, self.label))
 
     @staticmethod
-    def of(stacked: Tensor) -> Terms:
-        return Terms(*stacked[:8].unbind(0))._replace(label=stacked[8:] if len(stacked) > 8 else None)
+    def of(stacked: Tensor) -> PairStats:
+        return PairStats(*stacked[:8].unbind(0))._replace(label=stacked[8:] if len(stacked) > 8 else None)
 
 
 def tops(
@@ -74,13 +74,13 @@ def tops(
     return ExtraStatistics(*(None if of[0] is None else torch.cat([*of, *zeros]) for of in parts))
 
 
-def terms_of(
+def stats_of(
     extra: ExtraStatistics,  # merged, of both sides
     row_max: Tensor,  # [k, C]: of both sides first
     num_tokens: int,
     label: Tensor | None,
     scales: Scales,
-) -> Terms:
+) -> PairStats:
     assert extra.rest is not None and extra.peak is not None
     assert extra.top is not None and extra.beside is not None
     rest, owners, top, beside = (
@@ -102,7 +102,7 @@ def terms_of(
     of_student, of_teacher = log_sums
     ratio, unknown = (of_student - of_teacher).float(), torch.zeros_like(of_student, dtype=torch.float32)
     of_student, of_teacher = of_student.float(), of_teacher.float()
-    return Terms(
+    return PairStats(
         top[0].float(),
         of_student,
         top[1].float(),

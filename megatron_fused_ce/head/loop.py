@@ -182,10 +182,10 @@ def forward(
             saved.append(in_forward.differentiate(chunk, x, chunk_targets, read_p, scores, merged))
         elif spec.needs_grad:
             row_scale = None if read_p is None else logits.finalize(read_p, chunk_targets, scores, merged)
-            labels, terms = None, None
+            labels, stats = None, None
             if row_scale is None:
-                labels, terms = chunk_targets.labels, logits.outputs.saved(merged)
-            saved.append(SavedChunk(labels, read_p if matrix is None else None, row_scale, terms))
+                labels, stats = chunk_targets.labels, logits.outputs.saved(merged)
+            saved.append(SavedChunk(labels, read_p if matrix is None else None, row_scale, stats))
 
     with comm.coalesced(device):
         sample, sent = logits.start_sample(weight, targets.others) if tokens.chunks else (None, [])
@@ -239,14 +239,14 @@ class _InForward:
         """
         logits = self.spec.logits
         upstream = self.upstream.map(partial(self.tokens.split, chunk=chunk))
-        terms = logits.outputs.saved(merged)
+        stats = logits.outputs.saved(merged)
         row_scale = logits.finalize(p, chunk_targets, scores, merged)
         with phase("grad-logits"):
             out = self.out.slot(chunk.index, chunk)
-            now = SavedChunk(None, p, row_scale, terms)
+            now = SavedChunk(None, p, row_scale, stats)
             grad = logits.grad_from_saved(now, chunk_targets, upstream, out)
         _differentiate(self.spec, chunk, x, grad, self.hidden_states, self.grad_hidden, self.grad_weight)
-        return SavedChunk(chunk_targets.labels, None, None, terms)
+        return SavedChunk(chunk_targets.labels, None, None, stats)
 
     def made(self) -> Made:
         """Wait for the last reduction, and return the gradients of all chunks. Collectives: none."""
@@ -302,9 +302,9 @@ def backward(
                 room = None if logits.saves_e else out.slot(0, chunk)
                 grad = logits.grad_from_saved(entry, targets, chunk_upstream, room)
             else:
-                assert x is not None and entry.terms is not None
+                assert x is not None and entry.stats is not None
                 p, room = ring.slot(0, chunk), out.slot(0, chunk)
-                grad = logits.grad_recomputed(x, weight, targets, entry.terms, chunk_upstream, p, room)
+                grad = logits.grad_recomputed(x, weight, targets, entry.stats, chunk_upstream, p, room)
         if not at_once:
             _differentiate(spec, chunk, x, grad, hidden_states, grad_hidden, grad_weight)
             continue

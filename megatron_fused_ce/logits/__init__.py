@@ -80,12 +80,12 @@ class Scores(NamedTuple):
 
 
 class SavedChunk(NamedTuple):
-    """Tensors of a chunk that its backward reads: P with labels and terms, or E with its row scale."""
+    """Tensors of a chunk that its backward reads: P with labels and statistics, or E with its row scale."""
 
     labels: Tensor | None  # [C] int64; None beside a row scale
     matrix: Tensor | None  # [C, V], P or E; None if the backward makes it again, or Saved.matrix holds it
     row_scale: Tensor | None  # [C] fp32: E times this is G for an upstream gradient of 1
-    terms: Tensor | None  # [4, C] fp32 or more rows: the merged statistics (Outputs.saved)
+    stats: Tensor | None  # [4, C] fp32 or more rows: the merged statistics (Outputs.saved)
 
 
 class LogitsGrad(NamedTuple):
@@ -185,7 +185,7 @@ class LogitsBackend:
         hidden: Tensor,
         weight: Tensor,
         targets: Targets,
-        terms: Tensor,
+        stats: Tensor,
         upstream: Upstream,
         logits: Tensor,
         out: Tensor,
@@ -197,10 +197,10 @@ class LogitsBackend:
 
     def bound_of(self, saved: SavedChunk, targets: Targets, given: set[str]) -> Tensor | None:
         """What a row's gradient may reach for upstream gradients of 1 of the outputs ``given``, fp32 ``[C]``,
-        for fp16; from saved terms or a saved row scale. None for 1."""
-        if saved.terms is None:
+        for fp16; from saved statistics or a saved row scale. None for 1."""
+        if saved.stats is None:
             return None
-        return self.outputs.bound_of(self.outputs.rows_of(saved.terms), given)
+        return self.outputs.bound_of(self.outputs.rows_of(saved.stats), given)
 
     def bound_ahead(self, others: OrderedTargets | None) -> Tensor | float | None:
         """The same for ``grad_in_forward``, before there are logits: ``[parts, n]``, or one for all."""

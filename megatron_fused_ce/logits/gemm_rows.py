@@ -63,13 +63,13 @@ class GemmThenRows(LogitsBackend):
         hidden: Tensor,
         weight: Tensor,
         targets: Targets,
-        terms: Tensor,
+        stats: Tensor,
         upstream: Upstream,
         logits: Tensor,
         out: Tensor,
     ) -> LogitsGrad:
         write_logits(hidden, weight, logits)
-        return self.grad_from_saved(SavedChunk(None, logits, None, terms), targets, upstream, out)
+        return self.grad_from_saved(SavedChunk(None, logits, None, stats), targets, upstream, out)
 
 
 def row_gradients(
@@ -81,8 +81,8 @@ def row_gradients(
     out: Tensor | None,  # [C, V]; may be the logits
 ) -> LogitsGrad:
     """Gradients of the logits by the row kernels."""
-    assert out is not None and saved.terms is not None
-    coefficients = of.outputs.grad_coefficients(saved.terms, upstream)
+    assert out is not None and saved.stats is not None
+    coefficients = of.outputs.grad_coefficients(saved.stats, upstream)
     rows.row_gradients(
         saved.matrix, targets.labels, coefficients, of.logit_scale, out, of.outputs, targets.inv_temperature
     )

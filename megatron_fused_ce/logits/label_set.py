@@ -69,13 +69,13 @@ class LabelSetRows(GemmThenRows):
         self, scores: Scores, targets: Targets, merged: Merged, matrix: Tensor | None, needs_grad: bool
     ) -> tuple[Merged, dict[str, Tensor]]:
         (label_logits,) = scores.beside
-        merged = merged._replace(label_shifts=label_logits - merged.terms[0])
+        merged = merged._replace(label_shifts=label_logits - merged.stats[0])
         rows = Rows(merged, None, self.outputs.num_classes, _of(targets).shares, scores.stats)
         return merged, self.outputs.values(rows)
 
     def bound_of(self, saved: SavedChunk, targets: Targets, given: set[str]) -> Tensor | None:
-        assert saved.terms is not None
-        return self.outputs.bound_of(self.outputs.rows_of(saved.terms, _of(targets).shares), given)
+        assert saved.stats is not None
+        return self.outputs.bound_of(self.outputs.rows_of(saved.stats, _of(targets).shares), given)
 
     def bound_ahead(self, others: OrderedTargets | None) -> Tensor | None:
         """The sum of a teacher's shares: no gradient of its labels is larger."""
@@ -104,10 +104,10 @@ class LabelSetRows(GemmThenRows):
     def grad_from_saved(
         self, saved: SavedChunk, targets: Targets, upstream: Upstream, out: Tensor | None
     ) -> LogitsGrad:
-        matrix, terms = saved.matrix, saved.terms
-        assert matrix is not None and terms is not None and out is not None
+        matrix, stats = saved.matrix, saved.stats
+        assert matrix is not None and stats is not None and out is not None
         form, given = self.outputs, _of(targets).columns.t().contiguous()  # [C, K]
-        of_rows = form.rows_of(terms, _of(targets).shares)
+        of_rows = form.rows_of(stats, _of(targets).shares)
         pull, factor = form.pull(of_rows, upstream)
         at = torch.where(given == EMPTY, 0.0, pull.of_labels(of_rows).t())
         columns, place = _stand_ins(given)

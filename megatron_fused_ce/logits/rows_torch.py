@@ -128,11 +128,11 @@ def row_statistics(
 def row_gradients(
     logits: Tensor,  # [C, V]
     local_labels: Tensor,  # [C] int64
-    terms: GradCoefficients,
+    coefficients: GradCoefficients,
     logit_scale: float,
     out: Tensor,  # [C, V] in the logits' dtype; may be `logits` itself
     form: RowOptions = NO_OPTIONS,
-    inv_temperature: Tensor | None = None,  # [C] fp32, 1 / temperature; ``terms`` have its factor
+    inv_temperature: Tensor | None = None,  # [C] fp32, 1 / temperature; ``coefficients`` have its factor
 ) -> Tensor:
     """Write the gradient of the logits, ``d loss / d z`` times the upstream gradient, into ``out``."""
     num_rows, num_columns = logits.shape
@@ -144,21 +144,22 @@ def row_gradients(
         shifted = scaled_logits(logits[rows], logit_scale, form.softcap)
         if inv_temperature is not None:
             shifted.mul_(inv_temperature[rows].unsqueeze(-1))
-        shifted.sub_(terms.row_max[rows].unsqueeze(-1))
-        e = shifted.exp() if terms.entropy_scale is not None else shifted.exp_()
-        if terms.entropy_scale is not None:
-            shifted.mul_(terms.entropy_scale[rows].unsqueeze(-1)).add_(terms.scale[rows].unsqueeze(-1))
+        shifted.sub_(coefficients.row_max[rows].unsqueeze(-1))
+        e = shifted.exp() if coefficients.entropy_scale is not None else shifted.exp_()
+        scale = coefficients.scale[rows].unsqueeze(-1)
+        if coefficients.entropy_scale is not None:
+            shifted.mul_(coefficients.entropy_scale[rows].unsqueeze(-1)).add_(scale)
             e = shifted.mul_(e).masked_fill_(e == 0, 0.0)
         else:
-            e.mul_(terms.scale[rows].unsqueeze(-1))
-        if terms.smoothing_per_class is not None:
-            e.sub_(terms.smoothing_per_class[rows].unsqueeze(-1))
+            e.mul_(scale)
+        if coefficients.smoothing_per_class is not None:
+            e.sub_(coefficients.smoothing_per_class[rows].unsqueeze(-1))
         columns, here = columns_here(local_labels[rows], num_columns)
-        at_label = -terms.neg_label_grad[rows].unsqueeze(-1)
+        at_label = -coefficients.neg_label_grad[rows].unsqueeze(-1)
         e.scatter_(-1, columns, at_label.where(here, e.gather(-1, columns)))
         if softcap_grad is not None:
             e.mul_(softcap_grad)
         if masked is not None:
             e.masked_fill_(masked, 0.0)
-        out[rows] = e.mul_(terms.factor[rows].unsqueeze(-1))
+        out[rows] = e.mul_(coefficients.factor[rows].unsqueeze(-1))
     return out

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_fused_ce.kernels.records import NOT_HERE, ExtraStatistics, Merged
-from megatron_fused_ce.losses.statistics import EMPTY, TokenTerms
+from megatron_fused_ce.losses.statistics import EMPTY, TokenStats
 from megatron_fused_ce.losses.terms import Coefficient, Pull, Rows, Term, attributes_of
 
 #: Classes of the rows that a term is tried on, and numbers of labels for one that gives ``at_labels``.
@@ -265,7 +265,7 @@ class _Trial:
         assert merged is not None
         extra = ExtraStatistics.of(merged.extra.names, [of(x) for x in merged.extra.rows()])
         shifts = None if merged.label_shifts is None else of(merged.label_shifts)
-        made = Merged(of(merged.loss), of(merged.terms), None, extra, shifts)
+        made = Merged(of(merged.loss), of(merged.stats), None, extra, shifts)
         return Rows(made, num_classes=rows.num_classes)
 
 
@@ -312,15 +312,15 @@ def _merged(term: Term, s: Tensor, labels: Tensor, row_max: Tensor | None = None
         "weighted": (e * shifted).masked_fill(is_label, 0.0).sum(1),
         "best": s.argmax(1).to(s.dtype),
     }
-    terms = torch.stack((row_max, 1 / total, others / total, torch.where(known, shift, NOT_HERE)))
+    stats = torch.stack((row_max, 1 / total, others / total, torch.where(known, shift, NOT_HERE)))
     needed = ExtraStatistics(**{name: extra[name] for name in term.needs})
     shifts = None if label_logits is None else label_logits - row_max
-    return Rows(Merged(loss, terms, None, needed, shifts), num_classes=s.shape[1])
+    return Rows(Merged(loss, stats, None, needed, shifts), num_classes=s.shape[1])
 
 
 def _read(rows: Rows, saved: Rows) -> list[Tensor]:
     """All that a term may read."""
-    of_saved = (saved.one_minus_p, saved.label_shift, saved.terms.row_max, saved.terms.inv_sum)
+    of_saved = (saved.one_minus_p, saved.label_shift, saved.stats.row_max, saved.stats.inv_sum)
     of_rows = (rows.loss, rows.one_minus_p, rows.label_shift, rows.log_probs, saved.log_probs)
     of_rows += tuple(getattr(of, name) for of in (rows, saved) for name in ("lse", "log_sum"))
     return [*of_rows, *rows.extra.rows(), *of_saved]
@@ -329,8 +329,8 @@ def _read(rows: Rows, saved: Rows) -> list[Tensor]:
 def _saved(term: Term, rows: Rows) -> Rows:
     """What a backward has of them."""
     kept = ExtraStatistics(**{name: getattr(rows.extra, name) for name in term.kept})
-    terms = TokenTerms(*rows.terms[:4], kept, rows._shifts)
-    return Rows(saved=terms, num_classes=rows.num_classes)
+    stats = TokenStats(*rows.stats[:4], kept, rows._shifts)
+    return Rows(saved=stats, num_classes=rows.num_classes)
 
 
 def _stack(pull: Pull, labels: Tensor) -> Tensor:
@@ -349,8 +349,8 @@ def _stack(pull: Pull, labels: Tensor) -> Tensor:
 def _gradient(pull: Pull, s: Tensor, rows: Rows, labels: Tensor) -> Tensor:
     """The row gradient ``[C, V]`` that :mod:`.losses` defines."""
     at, alpha, eps, delta, *at_labels = _stack(pull, labels).unsqueeze(-1)
-    t = s - rows.terms.row_max.unsqueeze(1)
-    p = t.exp() * rows.terms.inv_sum.unsqueeze(1)
+    t = s - rows.stats.row_max.unsqueeze(1)
+    p = t.exp() * rows.stats.inv_sum.unsqueeze(1)
     classes = torch.arange(s.shape[1])
     each = labels.view(len(labels), -1).t()  # [K, C]
     made: Tensor = p * (alpha + eps * torch.where(p == 0, 0.0, t)) - delta

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_fused_ce.kernels.records import GradCoefficients, Merged, RowOptions
 from megatron_fused_ce.losses.label import CROSS_ENTROPY, CrossEntropy
-from megatron_fused_ce.losses.statistics import TokenTerms, Upstream
+from megatron_fused_ce.losses.statistics import TokenStats, Upstream
 from megatron_fused_ce.losses.terms import Coefficient, Pull, Rows, Term
 
 
@@ -232,16 +232,16 @@ class Outputs(RowOptions):
         return {name: term.value(rows) for name, term in self.terms}
 
     def saved(self, merged: Merged) -> Tensor:
-        """What a backward reads of the rows: the :class:`.TokenTerms`, fp32 ``[4, C]`` or more rows."""
+        """What a backward reads of the rows: the :class:`.TokenStats`, fp32 ``[4, C]`` or more rows."""
         if not self.kept and not self.num_labels:
-            return merged.terms
+            return merged.stats
         extra = [getattr(merged.extra, name).unsqueeze(0) for name in self.kept]
         of_several = () if merged.label_shifts is None else (merged.label_shifts,)
-        return torch.cat((merged.terms, *extra, *of_several))
+        return torch.cat((merged.stats, *extra, *of_several))
 
     def rows_of(self, saved: Tensor, shares: Tensor | None = None) -> Rows:
         """The rows of a backward, from what :meth:`saved` gave."""
-        return Rows(None, TokenTerms.of(saved, self.kept), self.num_classes, shares)
+        return Rows(None, TokenStats.of(saved, self.kept), self.num_classes, shares)
 
     def pull(self, rows: Rows, upstream: Upstream) -> tuple[Pull, Tensor]:
         """The sum of all terms' pulls, and what multiplies it, ``[C]``: the upstream gradient of a loss that
@@ -265,9 +265,9 @@ class Outputs(RowOptions):
         Where the loss gives ``at`` and ``alpha`` alone.
         """
         if self.is_plain:
-            return merged.terms
+            return merged.stats
         rows = Rows(merged, num_classes=self.num_classes)
-        made = self.loss.pull(rows, 1.0).coefficients(rows, merged.terms[0])  # the factor is not among the 3
+        made = self.loss.pull(rows, 1.0).coefficients(rows, merged.stats[0])  # the factor is not among the 3
         return torch.stack(made[:3])
 
     @cached_property
@@ -284,7 +284,7 @@ class Outputs(RowOptions):
         Args:
             given: the names of the outputs that have one.
         """
-        largest = torch.ones_like(rows.terms.row_max)
+        largest = torch.ones_like(rows.stats.row_max)
         for term in (term for name, term in self.unbounded.items() if name in given):
             largest = largest.maximum(term.pull(rows, 1.0).bound * torch.ones_like(largest))
         return largest

@@ -60,7 +60,7 @@ class Upstream(NamedTuple):
         return self.map(lambda grad: grad * scale)
 
 
-class TokenTerms(NamedTuple):
+class TokenStats(NamedTuple):
     """Terms of a token's loss that its backward needs, from merged statistics; fp32 ``[C]``, natural
     units."""
 
@@ -72,13 +72,13 @@ class TokenTerms(NamedTuple):
     label_shifts: Tensor | None = None  # [K, C]: see Merged
 
     @staticmethod
-    def of(saved: Tensor, extra: tuple[str, ...] = ()) -> TokenTerms:
-        """Name the rows of :attr:`Merged.terms`, of the extra statistics that follow them, and of several
+    def of(saved: Tensor, extra: tuple[str, ...] = ()) -> TokenStats:
+        """Name the rows of :attr:`Merged.stats`, of the extra statistics that follow them, and of several
         labels behind those."""
         row_max, inv_sum, one_minus_p_label, label_shift, *more = saved.unbind(0)
         of_extra = ExtraStatistics.of(extra, more[: len(extra)]) if extra else NO_EXTRA
         of_labels = saved[4 + len(extra) :] if len(more) > len(extra) else None
-        return TokenTerms(row_max, inv_sum, one_minus_p_label, label_shift, of_extra, of_labels)
+        return TokenStats(row_max, inv_sum, one_minus_p_label, label_shift, of_extra, of_labels)
 
 
 def shard_addends(
@@ -153,11 +153,11 @@ def merge_extra(
 
 
 def token_loss(
-    terms: Tensor,  # [3, C] fp32, summed over the shards
+    sums: Tensor,  # [3, C] fp32, summed over the shards
     global_max: Tensor,  # [C] fp32
 ) -> tuple[Tensor, Tensor]:
-    """Loss ``[C]`` and, stacked ``[4, C]``, the :class:`TokenTerms`; fp32."""
-    sum_exp_nonlabel, label, shifted_label = terms.unbind(0)
+    """Loss ``[C]`` and, stacked ``[4, C]``, the :class:`TokenStats`; fp32."""
+    sum_exp_nonlabel, label, shifted_label = sums.unbind(0)
     total = sum_exp_nonlabel + label
     loss = torch.where(
         label > sum_exp_nonlabel, torch.log1p(sum_exp_nonlabel / label), torch.log(total) - shifted_label
@@ -170,5 +170,5 @@ def token_loss(
 def merge_shards(shards: Tensor) -> Merged:
     """Merge the statistics of all shards, ``[R, 4, C]`` fp32, in rank order."""
     global_max = shards[:, ROW_MAX].amax(0)
-    loss, terms = token_loss(shard_addends(shards, global_max).sum(0), global_max)
-    return Merged(loss, terms, shards[:, ROW_SHIFT].amax(0))
+    loss, stats = token_loss(shard_addends(shards, global_max).sum(0), global_max)
+    return Merged(loss, stats, shards[:, ROW_SHIFT].amax(0))

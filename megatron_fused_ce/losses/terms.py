@@ -35,7 +35,7 @@ from megatron_fused_ce.kernels.records import (
     Merged,
     RowStatistics,
 )
-from megatron_fused_ce.losses.statistics import TokenTerms
+from megatron_fused_ce.losses.statistics import TokenStats
 from megatron_fused_ce.losses.words import in_words, parts_of
 
 #: Statistics that a term may ask for: fields of :class:`.ExtraStatistics`.
@@ -53,7 +53,7 @@ class Rows:
     def __init__(
         self,
         merged: Merged | None = None,
-        saved: TokenTerms | None = None,
+        saved: TokenStats | None = None,
         num_classes: int = 0,
         shares: Tensor | None = None,
         shard: RowStatistics | None = None,
@@ -68,11 +68,11 @@ class Rows:
         self.shares = shares
 
     @cached_property
-    def terms(self) -> TokenTerms:
+    def stats(self) -> TokenStats:
         if self._saved is not None:
             return self._saved
         assert self._merged is not None
-        return TokenTerms.of(self._merged.terms)
+        return TokenStats.of(self._merged.stats)
 
     @cached_property
     def loss(self) -> Tensor:
@@ -85,24 +85,24 @@ class Rows:
         if self._merged is not None:
             return self._merged.loss
         of_label = torch.where(self.left_out != NOT_HERE, self.left_out, 0.0)
-        near = -torch.log1p(-self.terms.one_minus_p_label)
-        return torch.where(self.terms.one_minus_p_label < 0.5, near, self._log_of_sum - of_label)
+        near = -torch.log1p(-self.stats.one_minus_p_label)
+        return torch.where(self.stats.one_minus_p_label < 0.5, near, self._log_of_sum - of_label)
 
     @cached_property
     def _log_of_sum(self) -> Tensor:
-        return -self.terms.inv_sum.log()
+        return -self.stats.inv_sum.log()
 
     @property
     def extra(self) -> ExtraStatistics:
         """Those that a term ``needs``; in a backward, those that it ``keeps``."""
-        return self.terms.extra if self._merged is None else self._merged.extra
+        return self.stats.extra if self._merged is None else self._merged.extra
 
     @property
     def one_minus_p(self) -> Tensor:
         """``1 - p_y``, with all its digits; 1 for a label outside the vocabulary."""
         if self._shifts is not None:
             return torch.where(self.known, -torch.expm1(self.log_probs[0]), 1.0)
-        return self.terms.one_minus_p_label
+        return self.stats.one_minus_p_label
 
     @property
     def label_shift(self) -> Tensor:
@@ -118,13 +118,13 @@ class Rows:
     def left_out(self) -> Tensor:
         """``s - m`` of the label that ``sum_exp_nonlabel`` excludes, the largest of several; NOT_HERE for
         none."""
-        return self.terms.label_shift
+        return self.stats.label_shift
 
     @cached_property
     def _shifts(self) -> Tensor | None:
         """Of several labels: ``s - m``, fp32 ``[K, C]``; NOT_HERE for one outside the vocabulary, -inf for an
         empty entry."""
-        return self.terms.label_shifts if self._merged is None else self._merged.label_shifts
+        return self.stats.label_shifts if self._merged is None else self._merged.label_shifts
 
     @cached_property
     def known_labels(self) -> Tensor:
@@ -153,12 +153,12 @@ class Rows:
     @cached_property
     def lse(self) -> Tensor:
         """``log sum exp s``."""
-        return self.terms.row_max + self.log_sum
+        return self.stats.row_max + self.log_sum
 
     @cached_property
     def p_left_out(self) -> Tensor:
         """``p`` of :attr:`left_out`. Undefined for none, whose entry nobody writes."""
-        return self.left_out.exp() * self.terms.inv_sum
+        return self.left_out.exp() * self.stats.inv_sum
 
     @cached_property
     def weighted_left_out(self) -> Tensor:
@@ -171,7 +171,7 @@ class Rows:
         if self.extra.weighted is None:
             raise TypeError('rows.mean_shift is there for a term with needs = ("weighted",), which keeps it')
         of_label = torch.where(self.left_out != NOT_HERE, self.weighted_left_out, 0.0)
-        return torch.addcmul(of_label, self.extra.weighted, self.terms.inv_sum)
+        return torch.addcmul(of_label, self.extra.weighted, self.stats.inv_sum)
 
 
 class Pull(NamedTuple):
@@ -189,7 +189,7 @@ class Pull(NamedTuple):
     def coefficients(self, rows: Rows, factor: Tensor) -> GradCoefficients:
         """The kernels' coefficients, for one label; ``factor`` fp32 ``[C]`` multiplies the gradient."""
         one = self._replace(at=_sum(self.at, None if self.at_labels is None else self.at_labels[0]))
-        at_label = times(rows.terms.one_minus_p_label, one.at)
+        at_label = times(rows.stats.one_minus_p_label, one.at)
         if self.alpha is not None:
             at_label = at_label - rows.p_left_out * self.alpha
         if self.eps is not None:
@@ -200,9 +200,9 @@ class Pull(NamedTuple):
 
     def elsewhere(self, rows: Rows, factor: Tensor) -> GradCoefficients:
         """Of columns without a label: ``at``, ``alpha``, ``eps`` and ``delta`` alone."""
-        inv_sum, eps, delta = rows.terms.inv_sum, self.eps, self.delta
+        inv_sum, eps, delta = rows.stats.inv_sum, self.eps, self.delta
         return GradCoefficients(
-            rows.terms.row_max,
+            rows.stats.row_max,
             times(inv_sum, _sum(self.at, self.alpha)),
             factor,  # neg_label_grad, which is not read
             factor,

@@ -246,7 +246,7 @@ TRAININGS = (
     ("Qwen3-8B, TP 1, 32768 tokens", f"--model qwen3-8b --gpus 8 --seq-length 32768 {FULL}"),
     ("GPT-OSS-20B, EP 8, 16384 tokens", f"--model gpt-oss-20b --gpus 8 --ep 8 --seq-length 16384 {FULL}"),
     ("Llama-3-8B, TP 4, 8192 tokens", f"--model llama-3-8b {ON_8} 4 --seq-length 8192"),
-    ("Llama-3-70B, TP 8", "--model llama-3-70b --gpus 64 --tp 8 --pp 4 --sequence-parallel --seq-length 8192"),
+    ("Llama-3-70B, TP 8", f"--model llama-3-70b --pp 4 {ON_8} 8 --gpus 64 --seq-length 8192"),
 )
 MEASURED = (
     "| [RL](docs/rl/index.md) | yes | log-probabilities in "

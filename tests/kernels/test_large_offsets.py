@@ -77,7 +77,7 @@ def test_row_kernels_at_far_rows(logits, device):
     ours = row_kernels.row_statistics(far, labels, 1.0, with_argmax=True)
     assert torch.equal(ours.argmax, plain.argmax)
     torch.testing.assert_close(ours.shard, plain.shard, rtol=1e-5, atol=1e-6)
-    terms = merge_shards(plain.shard[None]).terms
+    terms = merge_shards(plain.shard[None]).stats
     gradient = PLAIN.grad_coefficients(terms, Upstream(torch.ones(4, device=device)))
     room = torch.empty_like(near)
     expected = rows_torch.row_gradients(near, labels, gradient, 1.0, out=room)

@@ -37,7 +37,7 @@ def test_statistics_and_gradients_match_plain_pytorch(num_columns, dtype, device
     assert torch.equal(ours.argmax, plain.argmax)
     torch.testing.assert_close(ours.shard, plain.shard, rtol=2e-6, atol=1e-6)
 
-    terms = merge_shards(plain.shard[None]).terms
+    terms = merge_shards(plain.shard[None]).stats
     factor = torch.randn(7, generator=torch.Generator().manual_seed(1)).to(device)
     out = torch.empty_like(logits)
     gradient = PLAIN.grad_coefficients(terms, Upstream(factor))
@@ -75,7 +75,7 @@ def test_token_kernels_match_their_definition(num_shards, device):
     assert not torch.isnan(plain.loss[4:40]).any()
 
     # What two all-reduces would bring: the same, with any order of the sums.
-    global_max = plain.terms[0]
+    global_max = plain.stats[0]
     parts = [token_kernels.shard_addends(shard, global_max) for shard in shards]
     for part, shard in zip(parts, shards, strict=True):
         torch.testing.assert_close(
@@ -84,7 +84,7 @@ def test_token_kernels_match_their_definition(num_shards, device):
     summed = torch.stack(parts).sum(0)
     for merged in (token_kernels.token_loss(summed, global_max), token_loss(summed, global_max)):
         torch.testing.assert_close(merged[0], plain.loss, rtol=4e-6, atol=1e-45, equal_nan=True)
-        torch.testing.assert_close(merged[1], plain.terms, rtol=4e-6, atol=1e-45, equal_nan=True)
+        torch.testing.assert_close(merged[1], plain.stats, rtol=4e-6, atol=1e-45, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -309,11 +309,11 @@ def test_shards_far_apart(gap, product, device):
         shards, targets, kept, scores, expected.split(half, 1), strict=True
     ):
         units.append(passes.finalize(room, of, score, merged))
-        saved = SavedChunk(None, room, units[-1], merged.terms)
+        saved = SavedChunk(None, room, units[-1], merged.stats)
         grad = passes.grad_from_saved(saved, of, upstream, None)
         part = grad.matrix.double() * grad.row_scale.double()[:, None]
         room = torch.empty_like(room)
-        again = passes.grad_recomputed(hidden, shard, of, merged.terms, upstream, room, room)
+        again = passes.grad_recomputed(hidden, shard, of, merged.stats, upstream, room, room)
         for got in (part, again.matrix.double()):
             assert (got - true).norm() < 4e-3 * max(true.norm(), 1e-30)
         grad_hidden = grad_hidden + part @ shard.double()
