@@ -713,19 +713,15 @@ def _bound_scale(
 
 
 def scale_rows(
-    x: Tensor,  # [C, H], unit column stride
+    x: Tensor,  # [C, H]; copied without a unit column stride
     row_scale: Tensor,  # [C] or [] fp32
-    out: Tensor,  # [C, H], may be x
+    out: Tensor,  # [C, H], unit column stride; may be x
     upstream: Tensor | None = None,  # [C] or [] fp32
 ) -> Tensor:
     """``out = (row_scale * upstream)[:, None] * x``, multiplied in fp32; returns ``out``."""
-    launch = _bound_scale(
-        x.shape,
-        x.stride(0),
-        out.stride(0),
-        row_scale.dim(),
-        None if upstream is None else upstream.dim(),
-    )
+    x = x if x.stride(1) == 1 else x.contiguous()
+    upstream_dim = None if upstream is None else upstream.dim()
+    launch = _bound_scale(x.shape, x.stride(0), out.stride(0), row_scale.dim(), upstream_dim)
     launch((x, out, row_scale, row_scale if upstream is None else upstream))
     return out
 

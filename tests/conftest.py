@@ -75,13 +75,6 @@ def as_at_the_start():
     torch.set_deterministic_debug_mode("default")
 
 
-def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
-    """With -v: how long each test took, as it ends; a run that is cut short has told it, too."""
-    if report.when == "call" and report.outcome == "passed" and not hasattr(report, "wasxfail"):
-        return "passed", ".", f"PASSED {report.duration:.2f} s"
-    return None
-
-
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

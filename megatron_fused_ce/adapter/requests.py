@@ -24,6 +24,7 @@ from megatron_fused_ce.distillation.teacher import Distillation
 from megatron_fused_ce.head.autograd import linear_cross_entropy
 from megatron_fused_ce.head.call import Call
 from megatron_fused_ce.head.promise import Head
+from megatron_fused_ce.losses.outputs import OF_SHARD
 from megatron_fused_ce.ops.log_probs import unrounded
 
 #: What the output layer returns for a request, in the place of logits and bias: a result, and what was made
@@ -51,10 +52,8 @@ def losses(
     call = _call(layer, hidden, weight, config, labels, weights)
     out = linear_cross_entropy(call._replace(with_argmax=layer.fused_ce_with_argmax and layer.training))
     report.evaluation_once(layer, hidden, out.plan, out.why_not_scaled_exp)
-    if "shard_max" not in out.outputs:
-        return out.loss, None
-    values, indices = (out.outputs[name].t().contiguous() for name in ("shard_max", "shard_argmax"))
-    return out.loss, MaxAndIndices(values, indices)
+    of_shard = [out.outputs[name].t().contiguous() for name in OF_SHARD if name in out.outputs]
+    return out.loss, MaxAndIndices(*of_shard) if of_shard else None
 
 
 def log_probs(

@@ -216,7 +216,7 @@ def stays_deferred(weight: Any) -> bool:
 
 def is_fsdp(parameter: Any) -> bool:
     """Whether FSDP2 or Megatron-FSDP shards a parameter, which they free when the model's call ends."""
-    return hasattr(parameter, "placements") or hasattr(parameter, "__fsdp_param__")
+    return any(hasattr(parameter, of) for of in ("placements", "__fsdp_param__", "_mfsdp_parameter_group"))
 
 
 def _why_other_inputs(layer: Any, hidden: Any, weight: Any) -> str:

@@ -140,7 +140,9 @@ class Distillation(OtherTargets):
             with_labels=self.with_labels,
         )
 
-    def in_order(self, call: Call, comm: VocabParallel, vocab_start: int, remakes: bool) -> Teacher:
+    def in_order(
+        self, call: Call, comm: VocabParallel, logits: LogitsBackend, vocab_start: int, remakes: bool
+    ) -> Teacher:
         """The teacher in the order of the student's hidden states.
 
         Collectives: one all-gather of ``[T, H_t]``, if the teacher's tokens are split over the ranks and the
@@ -155,14 +157,18 @@ class Distillation(OtherTargets):
             shape = comm.num_parts, labels.numel() // comm.num_parts
             weights = labels.new_full(shape, weights, dtype=torch.float32)
         flat = self.hidden.detach().reshape(-1, self.hidden.shape[-1])
-        if flat.is_cuda and (flat.stride(-1) != 1 or flat.stride(0) % 8 or flat.data_ptr() % 16):
-            flat = flat.clone(memory_format=torch.contiguous_format)  # TMA can load that
+        weight = self.weight.detach()[: call.weight.shape[0]]
+        copies = choose.must_copy(logits, flat, weight)
+        if copies[0]:
+            flat = flat.clone(memory_format=torch.contiguous_format)
+        if copies[1]:
+            weight = weight.clone(memory_format=torch.contiguous_format)
         if self.sequence_parallel and not comm.sequence_parallel and comm.size > 1:
             flat, gathering = comm.gathered(flat)
             gathering.wait()
         elif comm.sequence_parallel and not self.sequence_parallel:
             flat = flat.view(comm.num_parts, -1, flat.shape[-1])
-        return Teacher(flat, self.weight.detach()[: call.weight.shape[0]], weights)
+        return Teacher(flat, weight, weights)
 
     def check(self, call: Call, num_ranks: int) -> None:
         self._check_tensors(call, num_ranks)

@@ -107,9 +107,9 @@ class OtherTargets:
         return base
 
     def in_order(
-        self, call: Call, comm: VocabParallel, vocab_start: int, remakes: bool
+        self, call: Call, comm: VocabParallel, logits: LogitsBackend, vocab_start: int, remakes: bool
     ) -> OrderedTargets | None:
-        """These targets in the order of the hidden states.
+        """These targets in the order of the hidden states, where ``logits`` can read them.
 
         ``remakes``: the backward makes the logits of some chunk again, and reads the targets for it.
         """

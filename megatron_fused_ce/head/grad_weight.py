@@ -187,8 +187,8 @@ def accumulate_(
 def mixed_gemm() -> Callable[[Tensor, Tensor, Tensor, bool], None]:
     """Choose the GEMM that adds low-precision operands into an fp32 sum: the first that is installed.
 
-    They are torch's GEMM with fp32 output, apex's kernel, TE's, and a GEMM of upcast operands, which needs
-    memory for fp32 copies, slice by slice.
+    They are torch's GEMM with fp32 output (from 2.8 on), apex's kernel, and a GEMM of upcast operands, which
+    needs memory for fp32 copies, slice by slice.
     """
     if hasattr(torch.ops.aten.addmm, "dtype_out"):
         return _torch_gemm
@@ -196,10 +196,6 @@ def mixed_gemm() -> Callable[[Tensor, Tensor, Tensor, bool], None]:
         from fused_weight_gradient_mlp_cuda import wgrad_gemm_accum_fp32
 
         return partial(_apex_gemm, wgrad_gemm_accum_fp32)
-    with suppress(Exception):  # a broken installation may raise anything
-        from transformer_engine.pytorch.cpp_extensions import general_gemm
-
-        return partial(_te_gemm, general_gemm)
     return _upcast_gemm
 
 
@@ -212,11 +208,6 @@ def _apex_gemm(gemm: Any, total: Tensor, grad_logits: Tensor, hidden: Tensor, ov
     if overwrite:
         total.zero_()
     gemm(hidden.contiguous(), grad_logits.contiguous(), total)
-
-
-def _te_gemm(gemm: Any, total: Tensor, grad_logits: Tensor, hidden: Tensor, overwrite: bool) -> None:
-    layout: dict[str, Any] = {"out_dtype": torch.float32, "layout": "NT", "grad": True}
-    gemm(hidden, grad_logits.contiguous(), out=total, accumulate=not overwrite, **layout)
 
 
 #: Rows of ``total`` per GEMM of upcast operands.

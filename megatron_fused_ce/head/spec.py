@@ -174,7 +174,7 @@ def _make(call: Call, history: GroupHistory) -> Spec:
     # The shard sizes of all ranks identify a head: another one may have as many rows on this rank.
     head = HeadOfGroup(call.head, settled.shard_sizes, call.weight.shape[1])
     plan = _plan(call, comm, settled, logits, head in history.broken)
-    comm = replace(comm, beside=plan.count > 1)
+    comm = replace(comm, overlap=plan.count > 1)
     logit_scale, softcap = call.config.logit_scale, call.config.logit_softcap
     if not isinstance(call.temperature, Tensor):
         # A temperature that all tokens share divides logits after the softcap, and cap * tanh(z / cap) / t is

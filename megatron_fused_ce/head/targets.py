@@ -52,7 +52,7 @@ def prepare(call: Call, spec: Spec) -> Prepared:
     read_again = spec.needs_grad and (spec.remakes or not spec.logits.saves_e)
     if read_again and columns.data_ptr() == labels.data_ptr():
         columns = columns.clone()  # the caller may refill the labels' buffer before the backward
-    others = call.other_targets.in_order(call, comm, spec.vocab_start, spec.remakes)
+    others = call.other_targets.in_order(call, comm, spec.logits, spec.vocab_start, spec.remakes)
     if weights is not None:
         weights = weights.float() if spec.in_forward else None
     if weights is not None and ignored is not None and spec.logits.outputs.loss.of_label:

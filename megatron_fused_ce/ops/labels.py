@@ -100,7 +100,9 @@ class SeveralLabels(OtherTargets):
         assert isinstance(base, GemmThenRows)
         return LabelSetRows(**vars(base))
 
-    def in_order(self, call: Call, comm: VocabParallel, vocab_start: int, remakes: bool) -> LabelSet:
+    def in_order(
+        self, call: Call, comm: VocabParallel, logits: LogitsBackend, vocab_start: int, remakes: bool
+    ) -> LabelSet:
         """The labels as columns of this shard, in the order of the hidden states.
 
         Collectives: for a teacher with ``config.debug_checks`` those of :func:`.raise_if_any`.

@@ -146,7 +146,7 @@ def fused_linear_topk(
             log_probs[at], ids[at] = log_p.view(parts, -1, k), largest.view(parts, -1, k)
         log_probs[kept.skipped], ids[kept.skipped] = -torch.inf, -1
     made = [each.view(*reversed(labels.shape), k).transpose(0, labels.dim() - 1) for each in (log_probs, ids)]
-    return made[0], made[1]
+    return made[0].contiguous(), made[1].contiguous()
 
 
 def _shards(
@@ -160,7 +160,8 @@ def _shards(
         TypeError, ValueError: on every rank, if an argument is wrong or the ranks differ.
     """
     if comm.group is not None:
-        _, sizes, starts = compared(call, comm, error, more=more)
+        with call.on_its_device():
+            _, sizes, starts = compared(call, comm, error, more=more)
     elif error is not None:
         raise error
     else:

@@ -182,6 +182,8 @@ def compare(
     received = sent.new_empty(size * len(mine))
     _all_gather(received, sent, group=group)
     table = received.view(size, len(mine)).tolist()
+    if dist.get_backend(group) == "fake":  # Megatron's --fake-process-group: nobody answers
+        table, vocab_start = [mine] * size, None
 
     if any(row[0] for row in table):
         words: list[str | None] = [None] * size

@@ -123,12 +123,12 @@ def _side_stream(device: torch.device) -> _SideStream:
     return _SideStream(device)
 
 
-def _start(collective: Callable[..., Any], *tensors: Tensor, beside: bool = True, **options: Any) -> Work:
-    """Start a collective on ``tensors``; on a GPU on the side stream (``beside``) or on the current one."""
+def _start(collective: Callable[..., Any], *tensors: Tensor, overlap: bool = True, **options: Any) -> Work:
+    """Start a collective on ``tensors``; on a GPU on the side stream (``overlap``) or on the current one."""
     device = tensors[0].device
     if device.type != "cuda":
         return cast(Work, collective(*tensors, async_op=True, **options))
-    if beside:
+    if overlap:
         return _side_stream(device).start(collective, tensors, **options)
     collective(*tensors, async_op=False, **options)
     return DONE
@@ -149,7 +149,7 @@ class VocabParallel:
     reduces_grad_hidden: bool = True
     #: Whether gathers and merges run on the side stream. With one chunk nothing overlaps: then they use the
     #: current stream, which takes less time on the host.
-    beside: bool = True
+    overlap: bool = True
 
     @staticmethod
     def of(
@@ -190,7 +190,7 @@ class VocabParallel:
 
         Two separate launches would not fit into one gap between GEMMs (:mod:`.head.buffers`).
         """
-        if self.size == 1 or not self.beside or device.type != "cuda":
+        if self.size == 1 or not self.overlap or device.type != "cuda":
             return nullcontext()
         return _side_stream(device).coalesced(self.group)
 
@@ -204,7 +204,7 @@ class VocabParallel:
 
         Collectives, asynchronous: one all-gather.
         """
-        return _start(_all_gather, out, part.contiguous(), beside=self.beside, group=self.group)
+        return _start(_all_gather, out, part.contiguous(), overlap=self.overlap, group=self.group)
 
     def gathered(self, part: Tensor) -> tuple[Tensor, Work]:
         """Start :meth:`gather` into a new tensor ``[R * k, H]``; over one rank that is ``part`` itself."""
@@ -232,7 +232,7 @@ class VocabParallel:
         """
         if self.size > 1:
             op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-            _start(dist.all_reduce, value, beside=self.beside, op=op, group=self.group).wait()
+            _start(dist.all_reduce, value, overlap=self.overlap, op=op, group=self.group).wait()
         return value
 
     def delay_next_gemm(self, device: torch.device) -> None:
@@ -274,7 +274,7 @@ class VocabParallel:
         if names:
             sent = torch.cat((sent, torch.stack(stats.extra.rows())))
         received = sent.new_empty((self.size, *sent.shape))
-        pending = _start(_all_gather, received.flatten(0, 1), sent, beside=self.beside, group=self.group)
+        pending = _start(_all_gather, received.flatten(0, 1), sent, overlap=self.overlap, group=self.group)
 
         def finish() -> Merged:
             pending.wait()
@@ -288,7 +288,7 @@ class VocabParallel:
 
     def _start_all_reduced(self, stats: RowStatistics, token_ops: ModuleType) -> Callable[[], Merged]:
         """Merge by all-reduces: of the maxima, of sums relative to them, and of ``best`` if it is needed."""
-        reduce = partial(_start, dist.all_reduce, beside=self.beside, group=self.group)
+        reduce = partial(_start, dist.all_reduce, overlap=self.overlap, group=self.group)
         maxima = stats.shard[ROW_MAX : ROW_SHIFT + 1].clone()
         pending = reduce(maxima, op=dist.ReduceOp.MAX)
 

@@ -97,10 +97,10 @@ def test_sizes(strategy, product, device):
 
 
 def test_rescaling_at_odd_sizes(device):
-    x, factor = torch.randn(7, 2051, device=device), torch.randn(7, device=device)
-    out = scaled_exp_rows.scale_rows(x, factor, torch.empty_like(x))
+    x, factor = torch.randn(2051, 7, device=device).t(), torch.randn(7, device=device)
+    out = scaled_exp_rows.scale_rows(x, factor, torch.empty(7, 2051, device=device))
     torch.testing.assert_close(out, x * factor[:, None])
-    total = x.clone()
+    x, total = x.contiguous(), x.contiguous()
     scaled_exp_rows.add_scaled_(total, out, factor[3], torch.zeros(1, dtype=torch.int64, device=device))
     torch.testing.assert_close(total, x + factor[3] * out)
     copy = scaled_exp_rows.scaled_copy(x, factor[3], torch.bfloat16)

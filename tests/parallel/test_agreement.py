@@ -22,6 +22,7 @@ from megatron_fused_ce import (
     fused_linear_topk,
     fused_linear_topk_distillation,
 )
+from megatron_fused_ce.distillation.teacher import Distillation
 from megatron_fused_ce.head.autograd import HeadOutputs, linear_cross_entropy
 from megatron_fused_ce.head.call import Call
 from megatron_fused_ce.kernels import gemm_variants
@@ -54,6 +55,9 @@ class OneHead:
         hidden = place_hidden(self.hidden).requires_grad_()
         weight = place_weight(self.weight).requires_grad_()
         arguments = {"config": FusedCEConfig(logits_backend="scaled_exp", num_chunks=2), **changes}
+        if place_teacher := arguments.pop("place_teacher", None):
+            of_teacher = None, "reverse_kl", 0.5, 0.5, None, False, False
+            arguments["other_targets"] = Distillation(self.hidden, place_teacher(self.weight), *of_teacher)
         out = linear_cross_entropy(Call(hidden, weight, self.inputs.labels, tp_group=self.group, **arguments))
         out.loss.backward(self.inputs.grad_loss)
         return out, [out.loss.detach(), hidden.grad, weight.grad]
@@ -80,13 +84,13 @@ def serve_everywhere() -> Any:
 
 @on_ranks(2)
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("what", ["hidden", "weight"])
+@pytest.mark.parametrize("what", ["hidden", "weight", "teacher"])
 def test_a_tensor_that_lies_badly(rank: Rank, what, place) -> None:
     """On call 2, on the last rank alone: copied there, of a weight it is said; the others' collectives are
     those of call 1. Hidden states from the start, too."""
-    call = OneHead(rank)
-    _, first = call()
-    where = {f"place_{what}": PLACES[place]} if is_last(rank) else {}
+    call, where = OneHead(rank), {"place_teacher": torch.clone} if what == "teacher" else {}
+    _, first = call(**where)
+    where |= {f"place_{what}": PLACES[place]} if is_last(rank) else {}
     for head in (call, OneHead(rank)) if what == "hidden" else (call,):
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
@@ -94,7 +98,7 @@ def test_a_tensor_that_lies_badly(rank: Rank, what, place) -> None:
         assert out.logits_backend == "scaled_exp"
         assert all(map(torch.equal, first, again))
         copies = [str(one.message) for one in told if "is copied in every call" in str(one.message)]
-        assert len(copies) == (is_last(rank) and what == "weight")
+        assert len(copies) == (is_last(rank) and what != "hidden")
 
 
 @on_ranks(2)
@@ -432,6 +436,8 @@ def test_an_address_is_refused_on_one_rank_too(rank: Rank) -> None:
 @on_ranks(2)
 def test_another_teacher_of_one_student(rank: Rank) -> None:
     """A cut that does not fit is found in the call that brings it; other lengths are not compared."""
+    with fresh_group(rank) as group, patch.object(dist, "get_backend", lambda _: "fake"):
+        small_call(rank, group, vocab_start=0)  # Megatron's --fake-process-group compares nothing
     with fresh_group(rank) as group:
         small_call(rank, group, "divergence")
         with pytest.raises(ValueError, match="expected one cut of the vocabulary"):

@@ -76,7 +76,8 @@ def test_against_fp64(rank: Rank, call):
     )
     true, true_ids = likeliest(hidden, weight, k, config, temperature)
     same_on_all_ranks(rank, made, ids)
-    assert made.dtype == torch.float32 and ids.dtype == torch.int64
+    assert (made.dtype, ids.dtype) == (torch.float32, torch.int64)
+    assert made.is_contiguous() and ids.is_contiguous()
     assert torch.equal(ids, true_ids), call
     assert relative_error(made, true) < FLOOR[torch.float32], call
 

@@ -184,7 +184,7 @@ def fresh_group(rank: Rank) -> Iterator[dist.ProcessGroup]:
 def collectives_run(at: str) -> Iterator[None]:
     """At their ``start`` or their ``wait``, no sooner, each alone, also those that NCCL launches as one."""
 
-    def start(collective: Any, *tensors: Tensor, beside: bool = True, **options: Any) -> Any:
+    def start(collective: Any, *tensors: Tensor, overlap: bool = True, **options: Any) -> Any:
         once = functools.cache(functools.partial(collective, *tensors, **options))
         if at == "start":
             once()
