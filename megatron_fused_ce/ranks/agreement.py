@@ -175,7 +175,7 @@ def compare(
         ValueError: ``true_vocab_size`` is larger than the vocabulary.
     """
     size = dist.get_world_size(group)
-    digest = int.from_bytes(hashlib.blake2b(repr(same).encode(), digest_size=7).digest())
+    digest = int.from_bytes(hashlib.blake2b(repr(same).encode(), digest_size=7).digest(), "big")
     start = -1 if vocab_start is None else vocab_start
     mine = [int(error is not None), digest, start, num_rows, *of_rank.values()]
     sent = torch.tensor(mine, dtype=torch.int64, device=collective_device(group))

@@ -337,7 +337,7 @@ def same_on_all_ranks(words: str, group: dist.ProcessGroup | None) -> bool:
     """
     if group is None or group.size() == 1:
         return True
-    number = int.from_bytes(hashlib.blake2b(words.encode(), digest_size=7).digest())
+    number = int.from_bytes(hashlib.blake2b(words.encode(), digest_size=7).digest(), "big")
     said = torch.tensor([number, -number], device=collective_device(group))
     return largest_over_ranks(said.clone(), group).equal(said)
 

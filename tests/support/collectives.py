@@ -49,9 +49,7 @@ class Collectives(contextlib.ExitStack):
     """
 
     def __init__(
-        self,
-        groups: Mapping[dist.ProcessGroup, str],
-        before: Callable[[Collective], None] = lambda call: None,
+        self, groups: Mapping[Any, str], before: Callable[[Collective], None] = lambda call: None
     ) -> None:
         super().__init__()
         self.calls: list[Collective] = []
@@ -103,9 +101,8 @@ def random_delays(
         if drawn.random() < share:
             time.sleep(drawn.uniform(0.0, longest_s))
         if device.type == "cuda" and drawn.random() < share:
-            seconds = drawn.uniform(0.0, longest_s)
             stream = drawn.choice((torch.cuda.current_stream, torch.cuda.default_stream))
             with torch.cuda.stream(stream(device)):
-                torch.cuda._sleep(int(seconds * cycles_per_s))  # type: ignore[attr-defined]
+                torch.cuda._sleep(int(drawn.uniform(0.0, longest_s) * cycles_per_s))  # type: ignore[attr-defined]
 
     return delay

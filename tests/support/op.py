@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy
 from megatron_fused_ce.head import promise
 from megatron_fused_ce.head.grad_weight import InPlaceGradWeight
-from megatron_fused_ce.kernels import scaled_exp
+from megatron_fused_ce.kernels import gemm_variants
 from megatron_fused_ce.logits import gemm_rows
 from megatron_fused_ce.planner import choose
 from megatron_fused_ce.ranks import agreement, collectives
@@ -33,7 +33,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 STRATEGIES = ("recompute", "store", "grad_in_forward")
 
 ON_GPU = torch.cuda.is_available()
-HAS_EXP = not ON_GPU or torch.cuda.get_device_capability() >= (9, 0)
+HAS_EXP = not gemm_variants.triton_lacks() and (not ON_GPU or torch.cuda.get_device_capability() >= (9, 0))
 #: What the scaled-exp GEMM runs in: bf16 on GPUs, fp32 by Triton's interpreter.
 EXP_DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 
@@ -239,6 +239,8 @@ def promises(kept: int, remade: int = 0) -> Iterator[None]:
 
 def products() -> list[ModuleType]:
     """Every form of the scaled-exp GEMM that this device can run."""
+    from megatron_fused_ce.kernels import scaled_exp
+
     forms = [scaled_exp]
     if ON_GPU and torch.cuda.get_device_capability()[0] == 9:
         from megatron_fused_ce.kernels import scaled_exp_hopper
