@@ -15,8 +15,8 @@ import torch
 import triton
 from torch import Tensor
 
-#: Triton whose compiled kernels take all arguments of their source, constants too; last seen in 3.9.
-CALLED_DIRECTLY_SINCE = (3, 6)
+#: First and last Triton seen whose compiled kernels take all arguments of their source, constants too.
+CALLED_DIRECTLY = (3, 6), (3, 9)
 
 
 class Launch:
@@ -140,7 +140,7 @@ def next_power_of_2(n: int) -> int:
 @lru_cache(maxsize=1)
 def _called_directly() -> bool:
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    return version >= CALLED_DIRECTLY_SINCE
+    return CALLED_DIRECTLY[0] <= version <= CALLED_DIRECTLY[1]
 
 
 class DescriptorTemplates:

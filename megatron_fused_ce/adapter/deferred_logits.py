@@ -208,7 +208,7 @@ class DeferredLogits:
         given = [labels if len(rows) else labels[:0] for rows, labels in cuts]
         if sizes != [len(labels) for labels in given]:
             raise ValueError(f"samples have {sizes} rows and {[len(labels) for labels in given]} labels")
-        where, ids = torch.cat([rows for rows, _ in cuts]), torch.cat(given)
+        where, ids = torch.cat([rows for rows, _ in cuts]), torch.cat(given).long()
         everywhere = ids.new_zeros(shape.numel(), dtype=torch.int64)
         everywhere.scatter_reduce_(0, where, ids, "amax", include_self=False)  # one of two on every rank
         shared = everywhere[where] != ids  # a row with the label of another sample

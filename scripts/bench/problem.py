@@ -47,7 +47,7 @@ class World:
         if self.on_gpu:
             torch.cuda.set_device(self.device)
             dynamo: Any = import_module("torch._dynamo")  # of what is compiled: each shape of a run alone
-            dynamo.config.recompile_limit, dynamo.config.automatic_dynamic_shapes = 64, False
+            dynamo.config.cache_size_limit, dynamo.config.automatic_dynamic_shapes = 64, False
         gloo.use_one_thread()
         options: dict[str, Any] = {"rank": self.rank, "world_size": self.size}
         if self.size == 1:  # a free port
