@@ -111,7 +111,7 @@ def why_not_here(config: FusedCEConfig, tokens: Tensor, weight: Tensor) -> str:
     if missing:
         return missing
     if not interpreted:
-        capability = torch.cuda.get_device_capability(tokens.device) if torch.version.cuda else (0, 0)
+        capability = (0, 0) if torch.version.hip else torch.cuda.get_device_capability(tokens.device)
         sm = f"sm_{capability[0]}{capability[1]}"
         if capability < (9, 0):
             return f"its TMA loads need Hopper or newer, this is {sm}"
