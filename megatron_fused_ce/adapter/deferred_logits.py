@@ -210,7 +210,7 @@ class DeferredLogits:
             raise ValueError(f"samples have {sizes} rows and {[len(labels) for labels in given]} labels")
         where, ids = torch.cat([rows for rows, _ in cuts]), torch.cat(given).long()
         everywhere = ids.new_zeros(shape.numel(), dtype=torch.int64)
-        everywhere.scatter_reduce_(0, where, ids, "amax", include_self=False)  # one of two on every rank
+        everywhere.scatter_reduce_(0, where, ids, "amax", include_self=False)  # of two the same on all ranks
         shared = everywhere[where] != ids  # a row with the label of another sample
         active = None
         if len(where) < len(everywhere):

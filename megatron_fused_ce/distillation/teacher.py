@@ -158,11 +158,7 @@ class Distillation(OtherTargets):
             weights = labels.new_full(shape, weights, dtype=torch.float32)
         flat = self.hidden.detach().reshape(-1, self.hidden.shape[-1])
         weight = self.weight.detach()[: call.weight.shape[0]]
-        copies = choose.must_copy(logits, flat, weight)
-        if copies[0]:
-            flat = flat.clone(memory_format=torch.contiguous_format)
-        if copies[1]:
-            weight = weight.clone(memory_format=torch.contiguous_format)
+        flat, weight = choose.copied(choose.must_copy(logits, flat, weight), flat, weight)
         if self.sequence_parallel and not comm.sequence_parallel and comm.size > 1:
             flat, gathering = comm.gathered(flat)
             gathering.wait()

@@ -18,6 +18,7 @@ from megatron_fused_ce.head.results import returned, upstream_of
 from megatron_fused_ce.head.spec import Spec, spec_of
 from megatron_fused_ce.head.targets import Prepared, prepare
 from megatron_fused_ce.head.tokens import refuse_lost
+from megatron_fused_ce.logits import choose
 from megatron_fused_ce.planner.choose import Plan
 
 #: What a backward returns: a gradient for each argument of the forward.
@@ -104,10 +105,8 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         flat = hidden.reshape(-1, hidden.shape[-1])
         if kept is not None:
             flat = kept.take(flat, spec.comm.part)
-        if spec.copies[0]:
-            flat = flat.clone(memory_format=torch.contiguous_format)
-        if spec.copies[1]:
-            weight = weight.clone(memory_format=torch.contiguous_format)
+        if any(spec.copies):
+            flat, weight = choose.copied(spec.copies, flat, weight)
         try:
             with autocast_off(hidden.device):
                 whole, saved, made = loop.forward(spec, tokens, flat, weight, targets, token_weights)

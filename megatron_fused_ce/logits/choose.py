@@ -150,6 +150,12 @@ def must_copy(logits: LogitsBackend, hidden: Tensor, weight: Tensor) -> tuple[bo
     return not _loads(hidden.detach().reshape(-1, hidden.shape[-1])), not _loads(weight)
 
 
+def copied(copies: tuple[bool, ...], *matrices: Tensor) -> list[Tensor]:
+    """These matrices, contiguous copies of them where ``copies`` says so."""
+    pairs = zip(matrices, copies, strict=True)
+    return [x.clone(memory_format=torch.contiguous_format) if copy else x for x, copy in pairs]
+
+
 def _loads(matrix: Tensor) -> bool:
     """Whether TMA can load it as it lies in memory."""
     row_bytes = matrix.stride(0) * matrix.element_size()

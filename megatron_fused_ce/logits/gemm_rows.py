@@ -107,7 +107,7 @@ def gemm_then_rows(device: torch.device, logits_dtype: torch.dtype | None = None
     ):
         raise ImportError(
             f"logit_precision='fp32' without the scaled-exp GEMM needs torch 2.8 or newer, whose GEMM writes "
-            f"fp32, and found {torch.__version__}: upgrade torch, or round: 'activations'"
+            f"fp32, and found {torch.__version__}: upgrade torch, or use 'activations'"
         )
     if not by_triton(device):
         return GemmThenRows(rows=rows_torch, token_ops=statistics, logits_dtype=logits_dtype)

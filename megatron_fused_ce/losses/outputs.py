@@ -137,7 +137,7 @@ class MadeElsewhere(Term):
 
 
 MADE_ELSEWHERE = MadeElsewhere()
-#: Names of outputs of this rank's shard, for the adapter.
+#: Names of outputs of this rank's shard, for the adapter, which takes them in this order.
 OF_SHARD = {"shard_max": ShardMax(), "shard_argmax": ShardArgmax()}
 #: Outputs that may be asked for by name. The scale of fp16 has room for their gradients (head/fp16.py);
 #: :attr:`Outputs.unbounded` leaves them out.

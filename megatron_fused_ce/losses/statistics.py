@@ -61,8 +61,7 @@ class Upstream(NamedTuple):
 
 
 class TokenStats(NamedTuple):
-    """Terms of a token's loss that its backward needs, from merged statistics; fp32 ``[C]``, natural
-    units."""
+    """What a backward reads of a token's merged statistics; fp32 ``[C]``, natural units."""
 
     row_max: Tensor  # m
     inv_sum: Tensor  # 1 / (sum_exp_nonlabel + label)
